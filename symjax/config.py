@@ -185,12 +185,12 @@ class Attention(Keys):
     )
     implementation: str = key(
         "auto",
-        "how score mechanisms run over whole rows. auto: the first kernel that "
-        "supports the call, else rows. rows: blocks of rows in XLA. whole: one map of "
-        "all pairs. tpu, cudnn, gpu_differential: this kernel, of softmax. ring: "
-        "softmax over mesh.sequence, in which keys travel and are not gathered. "
-        "Decoding is always auto. fused and hopper are former names of tpu and "
-        "gpu_differential",
+        "how score mechanisms run over whole rows. auto: softmax by the kernel for "
+        "TPUs or by cuDNN, its two maps on an H100 or H200 by gpu_differential, and "
+        "blocks of rows for all that these do not support. Or forced: rows, the whole "
+        "map, tpu, gpu_differential, cudnn, or softmax over mesh.sequence by a ring, "
+        "in which keys travel and are not gathered. Decoding is always auto. fused and "
+        "hopper are former names of tpu and gpu_differential",
         (
             *("auto", "rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
             *("fused", "hopper"),
@@ -275,8 +275,7 @@ class Model(Keys):
     )
     head_size: int = key(
         0,
-        "query/key features per head, of differential V1 per branch; 0: width/heads, "
-        "halved for differential V1",
+        "query/key features per head; 0: width/heads, halved for differential V1",
         least=0,
     )
     feedforward: int = key(
@@ -357,7 +356,7 @@ class Data(Keys):
         "by package; digits: images of scikit-learn; the others are generated tasks",
         (
             *("stdlib", "text", "hub", "packages", "digits"),
-            *("mqar", "needle", "copy", "listops"),
+            *("mqar", "needle", "copy", "reverse", "sort", "swap", "sets", "listops"),
         ),
     )
     path: str = key("", "source=text: a file, a folder, a glob, or several")
@@ -407,11 +406,15 @@ class Data(Keys):
     )
     items: int = key(
         8,
-        "generated tasks: number of pairs (mqar), needles (needle) or symbols (copy)",
+        "generated tasks: number of pairs (mqar), needles (needle) or symbols (copy, "
+        "reverse, sort, swap)",
         least=1,
     )
     symbols: int = key(
-        64, "mqar, needle and copy: number of different symbols", least=2, most=2**16
+        64,
+        "generated tasks except listops: number of different symbols",
+        least=2,
+        most=2**16,
     )
     asked: int = key(2, "needle: number of needles that are asked for", least=1)
 

@@ -29,6 +29,7 @@ class Lines(NamedTuple):
         points: label → (x, y) as measured, for series that are smoothed.
         bands: label → (least y, largest y) of a band around a series. A single point
             has a bar.
+        log_y: the y axis is logarithmic.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Lines(NamedTuple):
     title: str = ""
     points: Mapping[str, Curve] = {}
     bands: Mapping[str, Band] = {}
+    log_y: bool = False
 
 
 class Grid(NamedTuple):
@@ -165,6 +167,8 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
         axes.set_xscale("log", base=2)
     elif all(float(n).is_integer() for x, _ in figure.series.values() for n in x):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if figure.log_y:
+        axes.set_yscale("log")
     axes.legend()
     axes.grid(alpha=0.3)
 

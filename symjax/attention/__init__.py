@@ -1,8 +1,7 @@
 """Attention mechanisms as pure functions of arrays.
 
-The mechanisms are in the files of this folder. Score mechanisms compute the score of
-each pair of tokens, in `scores/`; recurrences read a state of the past, in
-`recurrent/`.
+Each mechanism has a file in this folder. Score mechanisms compute the score of each
+pair of tokens, in `scores/`; recurrences read a state of the past, in `recurrent/`.
 `kernels/` has kernels for TPUs and GPUs, and `core/` what all of these share.
 `mechanisms.py` has the table of mechanisms.
 

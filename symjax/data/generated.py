@@ -1,4 +1,8 @@
-"""Generated tasks with known answers: mqar, needle, copy and listops (`GENERATORS`).
+"""Generated tasks with known answers (`GENERATORS`).
+
+    mqar, needle, listops       in this file
+    copy, reverse, sort, swap   in `rearranged`
+    sets                        in `samples`
 
 A row has `length` tokens and `length` targets. A target is the token to predict at its
 place, or −1 if there is nothing to predict. `rows` makes all rows of a batch at once.
@@ -11,18 +15,19 @@ no row is in both training and held-out data, for any seeds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from symjax import config
 from symjax.data.draws import Draws, mix
+from symjax.data.rearranged import ARRANGEMENTS, rearranged
+from symjax.data.rows import NOTHING, Rows
+from symjax.data.samples import sets
 
-NOTHING = -1  # the target of a place without target, and the id of padding tokens
 HELDOUT = 8  # one row in so many is held out
 ATTEMPTS = 5000  # at most, to draw a row of the wanted split
-
-Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]
 
 
 class Generator(NamedTuple):
@@ -221,21 +226,6 @@ def reordered(
     return changed
 
 
-def _copy(options: config.Data, length: int, draws: Draws) -> Rows:
-    """Copying: `items` symbols, a separator, and the same symbols again as targets.
-
-    Longer rows begin with separators.
-    """
-    count, separator = options.items, options.symbols
-    symbols = draws.below(options.symbols, count)
-    tokens = np.full((len(symbols), length + 1), separator)
-    tokens[:, -count:] = symbols
-    tokens[:, -2 * count - 1 : -count - 1] = symbols
-    targets = np.full((len(symbols), length), NOTHING)
-    targets[:, -count:] = symbols
-    return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
-
-
 MAXIMUM, MINIMUM, MEDIAN, SUM, CLOSE, EQUALS, BLANK = range(10, 17)
 ARGUMENTS = 5  # the most arguments of an operator; the least are 2
 DEPTH = 4  # the most operators inside each other
@@ -334,10 +324,19 @@ GENERATORS = {
         least=lambda options: 3 * (options.items + options.asked),
         answers=lambda options: options.symbols,
     ),
-    "copy": Generator(
-        _copy,
-        vocabulary=lambda options: options.symbols + 1,
-        least=lambda options: 2 * options.items,
+    **{
+        name: Generator(
+            partial(rearranged, arrange),
+            vocabulary=lambda options: options.symbols + 1,
+            least=lambda options: 2 * options.items,
+            answers=lambda options: options.symbols,
+        )
+        for name, arrange in ARRANGEMENTS.items()
+    },
+    "sets": Generator(
+        sets,
+        vocabulary=lambda options: options.symbols,
+        least=lambda options: 1,
         answers=lambda options: options.symbols,
     ),
     "listops": Generator(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from symjax import config
 from symjax.checkpoints.checksum import checksum_of
 from symjax.data.given import is_given
+from symjax.data.rearranged import ARRANGEMENTS
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.measures import answers
 from symjax.evaluation.measures.approximation import approximation
@@ -16,11 +17,14 @@ from symjax.evaluation.measures.attended import dilution, noise, self_share
 from symjax.evaluation.measures.language import loss, sample
 from symjax.evaluation.measures.lengths import length, position
 from symjax.evaluation.measures.magnitudes import gradients, outliers
+from symjax.evaluation.measures.majority import sets
 from symjax.evaluation.measures.maps import maps
 from symjax.evaluation.measures.order import order
 from symjax.evaluation.measures.ranks import rank
+from symjax.evaluation.measures.spectrum import spectrum
 from symjax.evaluation.measures.speed import speed
 from symjax.evaluation.measures.spread import entropy, support
+from symjax.evaluation.measures.symmetry import symmetry
 from symjax.evaluation.measures.weights import dimension, lambdas
 from symjax.evaluation.results import Options, Result, not_applicable
 
@@ -59,10 +63,19 @@ TASKS = {
         ("needle",),
         encoders=False,
     ),
-    "copy": Task(
-        answers.copy,
-        "accuracy by position in the copy (data.source=copy)",
-        ("copy",),
+    **{
+        name: Task(
+            answers.rearranged,
+            f"accuracy by position in the answer (data.source={name})",
+            (name,),
+            encoders=False,
+        )
+        for name in ARRANGEMENTS
+    },
+    "sets": Task(
+        sets,
+        "accuracy of a majority by the number of samples (data.source=sets)",
+        ("sets",),
         encoders=False,
     ),
     "listops": Task(
@@ -90,6 +103,9 @@ TASKS = {
     "entropy": Task(entropy, "entropy of attention rows by the number of visible keys"),
     "support": Task(support, "number of keys with a nonzero weight in sparse layers"),
     "rank": Task(rank, "ranks of QKᵀ, of attention maps and of differential maps"),
+    "spectrum": Task(
+        spectrum, "singular values, likeness of tokens by depth, and Markov chains"
+    ),
     "outliers": Task(outliers, "largest attention scores and hidden states"),
     "maps": Task(maps, "pictures of the attention maps of one sentence"),
     "approximation": Task(
@@ -99,6 +115,7 @@ TASKS = {
     "speed": Task(
         speed, "speed of prefill, training and decoding against softmax, by length"
     ),
+    "symmetry": Task(symmetry, "symmetry and direction of W_q W_kᵀ, by layer"),
     "dimension": Task(dimension, "head sizes against the rule 8 ln n"),
 }
 DEFAULT_TASKS = "sample,loss,lambda"

@@ -1,4 +1,4 @@
-"""What a run has besides its weights: options, data, program, clock and log."""
+"""Values of a run that stay the same from its first step to its last."""
 
 import platform
 from dataclasses import dataclass

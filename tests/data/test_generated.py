@@ -14,7 +14,11 @@ from symjax.data.generated import NOTHING, rows
 OPTIONS = {
     "mqar": config.Data(source="mqar", items=5, symbols=13),
     "needle": config.Data(source="needle", items=4, symbols=9, asked=3),
-    "copy": config.Data(source="copy", items=11, symbols=7),
+    **{
+        name: config.Data(source=name, items=11, symbols=7)
+        for name in ("copy", "reverse", "sort", "swap")
+    },
+    "sets": config.Data(source="sets", symbols=3),
     "listops": config.Data(source="listops"),
 }
 LENGTH = 37
@@ -62,12 +66,36 @@ def test_a_needle_lies_at_the_depth_it_was_given():
     np.testing.assert_array_equal(np.argmax(tokens == 15, axis=1), [0, 11, 22])
 
 
-def test_what_is_copied_was_said():
-    for tokens, targets in zip(*some("copy"), strict=True):
+REARRANGED = {
+    "copy": lambda said: said,
+    "reverse": lambda said: list(reversed(said)),
+    "sort": sorted,
+    "swap": lambda said: said[5:] + said[:5],  # halves of 5 and 6 symbols
+}
+
+
+@pytest.mark.parametrize("name", REARRANGED)
+def test_what_was_said_is_asked_for_in_another_order(name):
+    for tokens, targets in zip(*some(name), strict=True):
         said = tokens[LENGTH - 22 : LENGTH - 11]
         assert (tokens[: LENGTH - 22] == 7).all() and tokens[LENGTH - 11] == 7
-        np.testing.assert_array_equal(targets[-11:], said)
+        np.testing.assert_array_equal(targets[-11:], REARRANGED[name](list(said)))
+        np.testing.assert_array_equal(targets[-11:-1], tokens[-10:])
         assert (targets[:-11] == NOTHING).all() and said.max() < 7
+
+
+def test_the_majority_of_a_set_is_the_symbol_that_was_said_most_often():
+    ties = 0
+    for tokens, targets in zip(*some("sets", count=50), strict=True):
+        for place, target in enumerate(targets):
+            counts = np.bincount(tokens[: place + 1], minlength=3)
+            leaders = np.flatnonzero(counts == counts.max())
+            assert target == (leaders[0] if len(leaders) == 1 else NOTHING)
+            ties += len(leaders) > 1
+    assert ties > 100
+    drawn = some("sets", count=400)[0]
+    shares = np.bincount(drawn.ravel(), minlength=3) / drawn.size
+    np.testing.assert_allclose(shares, 1 / 3, atol=0.02)
 
 
 def evaluated(tokens):

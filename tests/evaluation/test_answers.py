@@ -83,10 +83,48 @@ def test_copies_are_right_place_by_place():
         said = jnp.roll(tokens, 5, axis=1)
         return jnp.eye(5)[jnp.where(said == 0, 1, said)]
 
-    rows = answers.copy(trained(options, 16, model), Options()).values["copy"]
+    rows = measured(options, 16, model)
     assert [row["place"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
         assert row["accuracy"] == pytest.approx(0.75, abs=0.1)
+
+
+def test_a_model_that_only_copies_has_the_middle_of_a_reversed_row():
+    def model(tokens):
+        return jnp.eye(51)[jnp.roll(tokens, 5, axis=1)]
+
+    rows = measured(config.Data(source="reverse", items=5, symbols=50), 16, model)
+    assert [row["accuracy"] > 0.1 for row in rows] == [False, False, True, False, False]
+    rows = measured(config.Data(source="swap", items=5, symbols=50), 16, model)
+    assert not any(row["accuracy"] > 0.1 for row in rows)
+
+
+def measured(options, length, model):
+    run = trained(options, length, model)
+    return tasks.measure(options.source, run, Options()).values[options.source]
+
+
+def test_majorities_are_judged_by_the_number_of_samples_and_their_order():
+    """The model names the majority of the last 7 tokens."""
+
+    def model(tokens):
+        ones = jnp.pad(jnp.cumsum(2 * tokens - 1, axis=1), ((0, 0), (7, 0)))
+        recent = ones[:, 7:] - ones[:, :-7]
+        return jnp.eye(2)[(recent > 0).astype(int)]
+
+    options = config.Data(source="sets", symbols=2)
+    rows = {row["samples"]: row for row in measured(options, 32, model)}
+    assert list(rows) == [3, 7, 15, 31, 32, 64, 128]
+    for count in (3, 7):
+        assert rows[count]["as drawn"] == rows[count]["in order"] == 1
+    # In order the last tokens are ones if there are any, which is right half the time.
+    assert rows[31]["in order"] == pytest.approx(0.5, abs=0.08)
+    # The majority of 7 independent tokens is that of 15 with probability 0.751, and
+    # that of 31 with 0.664.
+    assert rows[15]["as drawn"] == pytest.approx(0.751, abs=0.06)
+    assert rows[31]["as drawn"] == pytest.approx(0.664, abs=0.06)
+    assert 0.5 < rows[128]["as drawn"] < 0.7
+    assert all(row["chance"] == 0.5 for row in rows.values())
 
 
 def test_lists_are_judged_by_their_depth():
@@ -108,7 +146,7 @@ def test_lists_are_judged_by_their_depth():
     assert all(row["accuracy"] == 0 for row in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["mqar", "needle", "copy", "listops"])
+@pytest.mark.parametrize("name", ["mqar", "needle", "copy", "sort", "sets", "listops"])
 def test_a_task_that_was_not_learned_is_said(name):
     other = "copy" if name != "copy" else "listops"
     model = trained(config.Data(source=other), 32, None)

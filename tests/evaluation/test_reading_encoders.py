@@ -260,7 +260,7 @@ def test_patches_see_all_patches_and_are_named_by_row_and_column():
 
 
 def test_tasks_of_the_next_token_say_that_there_is_none(even):
-    for name in ("mqar", "needle", "copy", "listops", "order", "sample"):
+    for name in ("mqar", "needle", "copy", "sets", "listops", "order", "sample"):
         text = measure(even, name).text
         assert text == [f"{name}: none, an encoder predicts no next token"]
 

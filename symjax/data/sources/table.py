@@ -28,7 +28,8 @@ KEYS = {
     "digits": (),
     "mqar": ("items", "symbols"),
     "needle": ("items", "symbols", "asked"),
-    "copy": ("items", "symbols"),
+    **dict.fromkeys(("copy", "reverse", "sort", "swap"), ("items", "symbols")),
+    "sets": ("symbols",),
     "listops": (),
 }
 

@@ -4,16 +4,21 @@ Losses and text:
     language       losses on held-out and training text, a sample (loss, sample)
     lengths        loss by position and in longer windows (position, length)
 Answers of the generated tasks:
-    answers        accuracy by difficulty (mqar, needle, copy, listops)
+    answers        accuracy by difficulty (mqar, needle, copy, reverse, sort, swap,
+                   listops)
+    majority       accuracy by the number of samples (sets)
     order          accuracy by the order of the examples in a prompt (order)
 Inside the layers; `reading` computes queries, keys and maps, the others read them:
     attended       which tokens get the attention (noise, self_share, dilution)
     spread         over how many keys it spreads (entropy, support)
     ranks          ranks of score matrices and maps (rank)
+    spectrum       singular values, similarity of tokens by depth; chains: maps as
+                   Markov chains (spectrum)
     magnitudes     sizes of scores, hidden states and gradients (outliers, gradients)
     maps           pictures of attention maps (maps)
     approximation  feature maps against exact softmax (approximation)
 Other properties of the model:
+    symmetry       symmetry and direction of W_q W_kᵀ (symmetry)
     weights        λ of differential layers, sizes of heads (lambda, dimension)
     speed          tokens per second and memory against softmax (speed)
 """

@@ -6,7 +6,7 @@ guess among all possible answers.
 
     mqar     by the number of key-value pairs
     needle   by depth of the needle and length of the row; by number of needles
-    copy     by position in the copy
+    copy     by position in the copy; reverse, sort and swap by position in their answer
     listops  by depth of the nested lists
 """
 
@@ -47,12 +47,13 @@ def mqar(run: LoadedRun, options: Options) -> Result:
     return _accuracy_by("mqar", "pairs", rows, 1 / data.symbols)
 
 
-def copy(run: LoadedRun, options: Options) -> Result:
-    """Measure accuracy by the position in the copy."""
+def rearranged(run: LoadedRun, options: Options) -> Result:
+    """Measure accuracy by the position in the answer of copy, reverse, sort or swap."""
     data, length = run.config.data, run.config.model.length
     right = _is_right(predictor(run), draw_heldout(data, length, ROWS, options.seed))
     accuracy = right[:, -data.items :].mean(axis=0).tolist()
-    return _accuracy_by("copy", "place", list(enumerate(accuracy, 1)), 1 / data.symbols)
+    places, chance = list(enumerate(accuracy, 1)), 1 / data.symbols
+    return _accuracy_by(data.source, "place", places, chance)
 
 
 def listops(run: LoadedRun, options: Options) -> Result:

@@ -307,8 +307,8 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     # The arrays are traced here; `read` turns them into numpy arrays.
     return Layer._make(
         (
-            _by_branch(query, heads, kind),
-            _by_branch(key, heads, kind),
+            by_branch(query, heads, kind),
+            by_branch(key, heads, kind),
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
             scores,
             _products(layer.mixer, operands, kind),
@@ -320,7 +320,7 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     )
 
 
-def _by_branch(x: Array, heads: int, kind: str) -> Array:
+def by_branch(x: Array, heads: int, kind: str) -> Array:
     """Reshape queries or keys [B T Nk H] to [B N P T H], shared ones repeated."""
     if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
         x = jnp.repeat(x, 2, axis=2)
@@ -391,7 +391,7 @@ def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | 
         return None
     maps = features(dict(mixer.options))
     query, key = (
-        _by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
+        by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
         for of, name in ((maps.query, "query"), (maps.key, "key"))
     )
     products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)

@@ -1,0 +1,7 @@
+"""Rows of generated tasks and of padded texts: tokens, and a target at each place."""
+
+import numpy as np
+
+NOTHING = -1  # the target of a place without target, and the id of padding tokens
+
+Rows = tuple[np.ndarray, np.ndarray]  # tokens and targets, int32 [B, length]

@@ -1,0 +1,43 @@
+"""Sets: a row is a sample of independent symbols, whose majority is to be named.
+
+The order of the symbols does not matter, and no symbol matters more than another. So
+the best attention map is uniform over all tokens so far, whatever their number. A map
+that gets sharper with the number of keys, as by log-n scaling, reads fewer of them.
+"""
+
+import numpy as np
+
+from symjax import config
+from symjax.data.draws import Draws
+from symjax.data.rows import NOTHING, Rows
+
+
+def sets(options: config.Data, length: int, draws: Draws) -> Rows:
+    """Make rows of independent symbols, all equally likely.
+
+    The target at each place is the most frequent symbol so far. Where several symbols
+    are equally frequent, there is no target. With 2 symbols the target is the rounded
+    mean of the tokens so far.
+    """
+    tokens = draws.below(options.symbols, length)
+    return tokens.astype(np.int32), majorities(tokens)
+
+
+def majorities(tokens: np.ndarray) -> np.ndarray:
+    """Return the most frequent token of each beginning of the rows [B, T], or −1.
+
+    −1 stands where several tokens are equally frequent. Cost O(B T).
+    """
+    batch = np.arange(len(tokens))
+    counts = np.zeros((len(tokens), tokens.max(initial=0) + 1), np.int64)
+    most, leader = np.zeros(len(tokens), np.int64), np.full(len(tokens), NOTHING)
+    targets = np.full(tokens.shape, NOTHING)
+    for place, token in enumerate(tokens.T):
+        counts[batch, token] += 1
+        count = counts[batch, token]
+        # A token with more than the largest count leads alone; one that reaches the
+        # largest count shares it, since a leader would have got more.
+        leader = np.select([count > most, count == most], [token, NOTHING], leader)
+        most = np.maximum(most, count)
+        targets[:, place] = leader
+    return targets.astype(np.int32)

@@ -185,12 +185,12 @@ class Attention(Keys):
     )
     implementation: str = key(
         "auto",
-        "how score mechanisms run over whole rows. auto: softmax by the kernel for "
-        "TPUs or by cuDNN, its two maps on an H100 or H200 by gpu_differential, and "
-        "blocks of rows for all that these do not support. Or forced: rows, the whole "
-        "map, tpu, gpu_differential, cudnn, or softmax over mesh.sequence by a ring, "
-        "in which keys travel and are not gathered. Decoding is always auto. fused and "
-        "hopper are former names of tpu and gpu_differential",
+        "how score mechanisms run over whole rows. auto: the first kernel that "
+        "supports the call, else rows. rows: blocks of rows in XLA. whole: one map of "
+        "all pairs. tpu, cudnn, gpu_differential: this kernel, of softmax. ring: "
+        "softmax over mesh.sequence, in which keys travel and are not gathered. "
+        "Decoding is always auto. fused and hopper are former names of tpu and "
+        "gpu_differential",
         (
             *("auto", "rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
             *("fused", "hopper"),
@@ -275,7 +275,8 @@ class Model(Keys):
     )
     head_size: int = key(
         0,
-        "query/key features per head; 0: width/heads, halved for differential V1",
+        "query/key features per head, of differential V1 per branch; 0: width/heads, "
+        "halved for differential V1",
         least=0,
     )
     feedforward: int = key(

@@ -86,10 +86,11 @@ def test_every_part_measures_on_a_cpu(part, subject, tokens, figures):
 
 def test_the_study_runs_processes_and_resumes(monkeypatch, tmp_path):
     import device_study
+    import trainings
     from device_rows import SMALL, Row
 
     monkeypatch.setattr(device_study, "COLUMNS", ("gpt", "diff_sym"))
-    monkeypatch.setattr(device_study, "SAVING", 10)
+    monkeypatch.setattr(trainings, "SAVING", 10)
     text, out = str(write_text(tmp_path)), tmp_path / "study"
     sizes = SMALL._replace(text=text, out=str(out))
     row = Row("study", "3l")

@@ -1,7 +1,8 @@
 """Attention mechanisms as pure functions of arrays.
 
-Each mechanism has a file in this folder. Score mechanisms compute the score of each
-pair of tokens, in `scores/`; recurrences read a state of the past, in `recurrent/`.
+The mechanisms are in the files of this folder. Score mechanisms compute the score of
+each pair of tokens, in `scores/`; recurrences read a state of the past, in
+`recurrent/`.
 `kernels/` has kernels for TPUs and GPUs, and `core/` what all of these share.
 `mechanisms.py` has the table of mechanisms.
 

@@ -84,8 +84,9 @@ def differential(
     group. The norm over each head and the factor 1 − λ_init belong to the layer.
 
     Without a kernel, a score mechanism subtracts the two maps block by block and
-    multiplies the values once, at 1.1–1.4 times the cost of one map. Kernels subtract
-    the two outputs. All other mechanisms run once with twice the heads, and the two
+    multiplies the values once. That takes 1.1–1.4 times as long as softmax with the
+    same number of parameters (N heads of twice the size). Kernels subtract the two
+    outputs. All other mechanisms run once with twice the heads, and the two
     outputs are subtracted; a recurrence then has a state per branch.
 
     Args:

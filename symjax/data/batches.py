@@ -167,8 +167,9 @@ def training_windows(
     The text is cut into windows of length + 1 tokens, each `length` tokens after the
     one before. An epoch shows every window once, in a pseudo-random order. Each epoch
     has another order and another shift of the cuts. So every token is a target once
-    per epoch, except up to two windows at the ends of the text. A batch may begin in
-    one epoch and end in the next.
+    per epoch, except up to two windows at the ends of the text, and the first tokens of
+    separate documents without a shared separator. A batch may begin in one epoch and
+    end in the next.
 
     Time O(rows · length) for any row numbers.
 
@@ -266,7 +267,8 @@ def heldout_windows(
     """Inputs, targets and weights of rows of a held-out text.
 
     Windows follow each other as in training, without shuffling or shift, so every token
-    except the first is a target exactly once. Weights float32 are 0 after the end of
+    except the first is a target exactly once (and except the first tokens of separate
+    documents without a shared separator). Weights float32 are 0 after the end of
     the text: at the end of the last window, and in rows after it.
 
     Args:

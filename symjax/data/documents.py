@@ -49,8 +49,8 @@ def with_segment_ids(
     """Add the segment ids of documents to rows of text.
 
     If a separator is shared, it is part of both documents: the last target of the
-    earlier document, and the first input of the later one. Every input then has the
-    segment id of its target, and all targets stay:
+    earlier document, and the first input of the later one. So an input has the segment
+    id of the token after it, its target, and all targets stay:
 
         text      a a ␀ b b        inputs a a ␀ b    ids 0 0 1 1
                                    targets  a ␀ b b

@@ -60,11 +60,11 @@ class Interrupts:
         self._restore.close()
 
     def due(self) -> signal.Signals | None:
-        """Return the signal to end for now, the same in every process, or None.
+        """Return the signal that ends the run after this step; None: there is none.
 
-        All processes must call this equally often: at the same places of the program
-        before the first step, and once after every step. With several processes a
-        signal is returned about a second after it came.
+        All processes return the same, and must call this equally often: at the same
+        places of the program before the first step, and once after every step. With
+        several processes a signal is returned about a second after it came.
         """
         if not is_distributed():
             return self.received

@@ -55,11 +55,11 @@ class Attention(nnx.Module):
 
     It is causal in decoders. In an encoder a token sees all tokens that exist.
 
-    With differential V1, each head has two branches of size width/(2N) and values of
-    twice that size; its output passes an RMSNorm and is multiplied by 1 − λ_init. With
-    V2, each head has two queries of size width/N that share one key, and λ is the
-    sigmoid of a linear map of the token. The output of mechanisms without a denominator
-    passes an RMSNorm per head.
+    With differential V1, each head has two branches of size width/(2N), or
+    model.head_size, and values of twice that size; its output passes an RMSNorm and is
+    multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
+    model.head_size, that share one key, and λ is the sigmoid of a linear map of the
+    token. The output of mechanisms without a denominator passes an RMSNorm per head.
 
     Args:
         options: the model's configuration.
@@ -68,8 +68,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
-    # Attributes that are numbers of the depth: `symjax.models.scanned` passes them to
-    # the loop as arrays.
+    # Attributes whose number depends on the layer's depth: `symjax.models.scanned` runs
+    # all layers in one loop, and passes the loop an array of each.
     BY_DEPTH = ("lambda_initial",)
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):

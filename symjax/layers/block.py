@@ -32,8 +32,8 @@ ACTIVATIONS = {
 
 # Value of model.remat → results that the backward pass keeps. All keep the results of
 # attention kernels, which are as small as their inputs and expensive to compute (except
-# the Performer's, whose states are large). The marked products with weights are three
-# of four: with all four, a model of 1b parameters would fill 16 GB.
+# the Performer's, whose states are large). "dots" does not keep every product with
+# weights: with all of them, a model of 1b parameters would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

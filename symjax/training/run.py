@@ -1,4 +1,4 @@
-"""Values of a run that stay the same from its first step to its last."""
+"""What a run has besides its weights: options, data, program, clock and log."""
 
 import platform
 from dataclasses import dataclass

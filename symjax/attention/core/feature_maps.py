@@ -63,8 +63,9 @@ class Features(NamedTuple):
             axis only. Both have an amplitude, or neither; the same for exponents. The
             query may lack a factor that all its features share, because a factor of a
             row cancels in the ratio.
-        pairs: (einsum, query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, where a
-            sum over features that change sign would lose digits.
+        pairs: (einsum, query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, for
+            maps whose features change sign: their sum over features loses digits, and
+            this function computes the weight directly. None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative: H → number of leading key features that are never negative, for
             maps whose features change sign although no pair has a negative weight.

@@ -19,13 +19,16 @@ If no kernel passes, XLA computes the call by its fallback. Softmax, for instanc
 
 - on a CPU by blocks of rows in XLA (`scores.rows`), since no kernel is for a CPU;
 - on a TPU by `tpu.attention.TpuSoftmax`;
-- on an H100 by `gpu.differential.GpuDifferential` if it is differential (V1), else by
-  `gpu.cudnn.CudnnSoftmax`; both refuse float32, and others of their refusals are in
-  these files.
+- on an H100 by the first of `gpu.differential.GpuDifferential` (differential attention
+  V1 with keys of 64 and values of 128) and `gpu.cudnn.CudnnSoftmax` that does not
+  refuse; both refuse float32, for instance.
+
+Two forms are chosen before the dispatch: `scores.windows` where the window is bounded
+on both sides, and `scores.ring` where the configuration asks for it.
 
 If one program is lowered for several platforms, the kernel computes the call on its own
-platform and the fallback on the others. `implementation=` of softmax names a kernel and
-skips these tests: `run_named` raises if the kernel refuses the call.
+platform and the fallback on the others. `implementation=` of softmax names a kernel.
+Then `run_named` skips tests 1 to 3, and raises where test 4 fails.
 
 A module of a kernel is imported when a call first asks it. So a CPU imports none, and
 Mosaic GPU is only needed on machines that run its kernels.

@@ -37,8 +37,9 @@ class Span(NamedTuple):
     Attributes:
         operands: further arrays of the recurrence with one entry per token.
         segment: numbers of the segments; None if there are no segments.
-        starts_segment: True for the first token of each segment except the segment of
-            the first token, which continues from the state; None without segments.
+        starts_segment: True for the first token of each segment, except for the first
+            token of the call, which continues from the given state; None without
+            segments.
     """
 
     query: Float[Array, "B T N H"]

@@ -10,8 +10,9 @@ token. They handle initial and returned states, masks, segments, and time that i
 over a mesh axis.
 
 A CPU runs one chunk after the other. On accelerators the length of a chunk is a
-multiple of 128. If `Recurrence.schedule` allows it, the chunks of 4096 tokens run in
-parallel there; on a single GPU, those of 2¹⁸ tokens, counted over examples and heads.
+multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 tokens of a
+row run in parallel there, and the next 4096 tokens follow. On a single GPU more chunks
+run in parallel: as many as have 2¹⁸ tokens, if each head of each example counts.
 
 A kernel may replace the chunks if the call has no state, returns none, and time is not
 split over devices (`kernels.dispatch`). Kernels have neither a forward-mode derivative

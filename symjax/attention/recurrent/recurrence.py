@@ -14,8 +14,10 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
     before = []
-    for effect in effects:  # the merged transition is discarded: any first one will do
+    for effect in effects:
         before.append(state)
+        # The state before the first span has no transition. `merge` needs some value
+        # of this type, and the transition that it makes of it is not used.
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 

@@ -5,18 +5,18 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
     Σ_{s in the set} |a_ts| / Σ_s |a_ts|
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
-weights may be negative. A share lies between 0 and 1. Numbers stand beside the share
-that a uniform map of the visible keys would have (`noise`: the answer alone): a larger
-share means that the attention favours these keys.
+weights may be negative. A share lies between 0 and 1. The tables also have the share of
+a uniform map of the visible keys (`noise` has it for the answer only). A share above it
+means that the attention favours these keys.
 
     noise        on the answer, on the context and elsewhere: how much of the attention
                  goes to the tokens that matter
     self_share   of a token on itself
     dilution     on the last 1, 4, 16, 64 tokens: how far attention spreads
 
-Shares are means over rows (and heads, but for the columns per head) of a few held-out
-windows (`reading`). `noise` of the
-task needle draws rows at chosen depths instead.
+Shares are means over the rows of a few held-out windows (`reading`). They are also
+means over heads, except in the columns per head. `noise` of the data source `needle`
+draws rows with needles at chosen depths instead of windows.
 """
 
 import itertools
@@ -109,7 +109,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
     rows = [row for layer, x in enumerate(means) for row in _records(layer, x)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
-        f"{CONTEXT} others (context),",
+        f"{CONTEXT} places except answers (context),",
         "and elsewhere; rows whose next token is new do not count",
     ]
     if not config.is_causal(run.config.model):
@@ -207,7 +207,8 @@ def needle_pairs(
     answer = np.zeros((len(tokens), len(tokens)), bool)
     answer[question, asked] = True
     before = np.zeros_like(answer)
-    before[question, : question - 1] = True  # up to the token that asks
+    # The prompt before the question, which is two tokens: `question` is the second.
+    before[question, : question - 1] = True
     return answer, before & ~answer
 
 

@@ -1,9 +1,9 @@
 """`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
-Each family of mechanisms has a file here with its weights and a `Part`, and a line in
-`PARTS` (`symjax.layers.parts.table`). The layer, its decoding state, conversion, cost,
-sharding and evaluation read these declarations, and none of them asks for a mechanism
-by name.
+A family of mechanisms with weights of its own has a file here with a `Part`, and each
+of its mechanisms a line in `PARTS` (`symjax.layers.parts.table`). The layer, its
+decoding state, conversion, cost, sharding and evaluation read these declarations
+instead of asking for a mechanism by name.
 """
 
 from collections.abc import Callable

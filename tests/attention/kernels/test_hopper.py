@@ -161,6 +161,13 @@ def test_one_map_and_another_machine_are_refused(monkeypatch):
     monkeypatch.setattr(differential, "on_hopper", lambda: True)
     with pytest.raises(ValueError, match="it computes two maps: it needs lam"):
         jax.eval_shape(call, *arrays, arrays[1])
+    # V2 has one key head for both branches.
+    query, _, value = shapes(maps=2)
+    key = shapes(maps=1)[1]
+    lam = jax.ShapeDtypeStruct((2, 256, 1), jnp.float32)
+    call = partial(attention.differential_v2, implementation=NAME)
+    with pytest.raises(ValueError, match="two key heads for each value head"):
+        jax.eval_shape(call, query, key, value, lam)
 
 
 def loss(query, key, value, lam, **options):

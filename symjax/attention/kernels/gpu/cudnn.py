@@ -4,13 +4,15 @@
 sizes cuDNN supports. No scores are stored.
 
 Both maps of a differential head are heads of one call, and λ subtracts their outputs.
-cuDNN wants values as wide as keys. Where values are wider, as in differential attention
-V1, there are two ways. Up to a width of `TILE` queries and keys are padded with zeros;
-beyond, each slice of the values as wide as a key takes one call. Both need the same
-matrix products, but padding needs fewer exponentials: on an H200, 4 rows of 4096
-tokens with 16 heads of halves of 64 and values of 128 take 4.26 ms forward and backward
-padded, and 5.46 in two calls. The kernel of `differential` takes 2.75; cuDNN is for the
-calls and the GPUs that it does not support.
+cuDNN requires values as wide as keys. In differential attention V1 values are wider:
+
+- Values up to `TILE` wide: queries and keys are padded with zeros, for one call.
+- Wider values: they are cut into slices as wide as a key, with one call each.
+
+Both need the same matrix products, and padding needs fewer exponentials. On an H200, 4
+rows of 4096 tokens with 16 heads, key branches of 64 and values of 128 take 4.26 ms
+forward and backward padded, and 5.46 ms in two calls. The kernel of `differential`
+takes 2.75 ms; cuDNN is for the calls and the GPUs that it does not support.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
 Calls with more than `MOST_PAIRS` pairs are refused and run by blocks of rows. Other

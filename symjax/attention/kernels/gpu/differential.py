@@ -51,6 +51,11 @@ class GpuDifferential(NamedTuple):
             return "it needs a Hopper GPU, jax 0.11 or later, and jax_enable_x64 off"
         if lam is None:
             return "it computes two maps: it needs lam"
+        if key.shape[1] != 2 * value.shape[1]:
+            return (
+                "it takes two key heads for each value head (V1), got "
+                f"{key.shape[1]} key heads and {value.shape[1]} value heads"
+            )
         dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if dtypes != {"bfloat16"}:
             return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"

@@ -139,11 +139,15 @@ def slot_of(visit: Any) -> Any:
 
 
 class KeyBlocks(NamedTuple):
-    """The blocks of keys that a tile visits, from the one before `end` downwards."""
+    """The blocks of keys that a tile of rows visits, from the last one downwards.
 
-    end: Any
-    opened: Any  # visits before the first block that all rows see whole, 1 at least
-    clear: Any  # visits before the next block that some row does not see whole
+    Blocks that all rows see whole need no mask. They are in the middle: the first
+    visits have a mask because of the diagonal, the last ones because of the window.
+    """
+
+    end: Any  # the block after the first that is visited
+    opened: Any  # visits before the first without a mask, 1 at least
+    clear: Any  # visits before the last ones, which have a mask
     count: Any  # visits in all
 
 

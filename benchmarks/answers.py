@@ -1,0 +1,161 @@
+"""Answer the questions of docs/results.md: train models, compare them, draw figures.
+
+python -m benchmarks.answers symmetry --text tinyshakespeare.txt --seeds 0,1,2
+python -m benchmarks.answers linear/mqar --together 2 --out runs/answers
+
+A question has one or more parts, and a part is one task with a list of models. Runs are
+workdirs of train.py, OUT/TASK/MODEL-seedN. Questions share them, and complete runs are
+not trained again, so the same command continues after an interruption. All models of
+one seed are trained before those of the next. The comparison of a part is written to
+OUT/QUESTION-TASK, as `symjax.programs.compare` writes it.
+
+--text is the text of the task `text`. Other words --config.KEY=VALUE apply to every
+run, for instance --config.steps=100 for a trial; use another --out for them.
+"""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.arguments import existing, numbers, positive
+from benchmarks.trainings import ROOT, train_together
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.programs import compare
+
+# The keys below are below model.attention, unless they name another room.
+MODELS = {
+    "softmax": "",
+    "symmetric": "symmetric=plain",
+    "pairwise": "symmetric=pairwise",
+    "mask_self": "symmetric=plain mask_self=true",
+    "key_norm": "symmetric=plain key_norm=unit",
+    "differential": "differential=v1",
+    "differential_v2": "differential=v2",
+    "differential_symmetric": "differential=v1 symmetric=plain",
+    "cosine_symmetric": "mechanism=cosine symmetric=plain",
+    "cosine": "mechanism=cosine",
+    "linear": "mechanism=linear",
+    "linear_differential": "mechanism=linear differential=v1",
+    "performer": "mechanism=performer feature_count=64",
+    "retention": "mechanism=decay decay=fixed",
+    "gated": "mechanism=decay decay=gla",
+    "delta": "mechanism=delta",
+    "delta_convolution": "mechanism=delta short_convolution=4",
+    "linear_convolution": "mechanism=linear short_convolution=4",
+    "mixed_1_1": "model.pattern=softmax,linear",
+    "mixed_3_1": "model.pattern=linear,linear,linear,softmax",
+    "log_n": "length_base=512",
+}
+
+
+class Task(NamedTuple):
+    """Data, size and steps that all models of a comparison share.
+
+    Attributes:
+        config: configuration file of configs/, with a preset.
+        keys: changes of it, as KEY=VALUE.
+    """
+
+    config: str
+    keys: str = ""
+
+
+TASKS = {
+    "text": Task(
+        "gpt.py:tiny",
+        "data.source=text data.tokenizer=char model.depth=3 model.length=128 "
+        "batch_size=8 steps=1200",
+    ),
+    "mqar": Task("mqar.py", "steps=1000"),
+    "needle": Task("needle.py", "steps=2000"),
+    "digits": Task("digits.py", "steps=800"),
+}
+
+
+class Part(NamedTuple):
+    """A table: models of one task, and the tasks of eval.py that are its columns."""
+
+    models: str
+    measures: str = ""
+
+
+QUESTIONS = {
+    "symmetry": {
+        "text": Part(
+            "softmax symmetric pairwise mask_self key_norm differential "
+            "differential_symmetric"
+        ),
+    },
+}
+
+
+def main(words: list[str]) -> None:
+    """Train and compare the runs of a question."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.answers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("question", help=f"{', '.join(QUESTIONS)}, or one part as QUESTION/TASK")
+    add("--seeds", type=numbers, default="0", help="with commas (%(default)s)")
+    add("--together", type=positive, default=1, help="runs at a time (%(default)s)")
+    add("--out", type=Path, default=Path("runs/answers"), help="(%(default)s)")
+    add("--text", type=existing, help="the text of the task `text`")
+    add("--models", help="only these models, with commas")
+    chosen, rest = parser.parse_known_args(words)
+    question, _, only = chosen.question.partition("/")
+    if question not in QUESTIONS or (only and only not in QUESTIONS[question]):
+        parser.error(f"{chosen.question} is unknown: see --help")
+    if wrong := [x for x in rest if not x.startswith("--config.")]:
+        parser.error(f"{wrong[0]} is unknown: see --help")
+    for task, part in QUESTIONS[question].items():
+        if only in ("", task):
+            answer(f"{question}-{task}", task, part, chosen, rest)
+
+
+def answer(
+    name: str, task: str, part: Part, chosen: argparse.Namespace, rest: list[str]
+) -> None:
+    """Train the runs of a part, and write their comparison."""
+    models = chosen.models.split(",") if chosen.models else part.models.split()
+    if unknown := sorted(set(models) - set(MODELS)):
+        raise ValueError(f"model {unknown[0]!r} is unknown: {', '.join(MODELS)}")
+    if task == "text" and chosen.text is None:
+        raise ValueError("the task `text` needs --text FILE")
+    seeds = chosen.seeds.split(",")
+    runs = {
+        chosen.out / task / f"{model}-seed{seed}": words_of(task, model, chosen.text)
+        + [*rest, f"--config.seed={seed}"]
+        for seed, model in itertools.product(seeds, models)
+    }
+    train_together(runs, chosen.together)
+    # The rows have the order of the models.
+    workdirs = [
+        str(chosen.out / task / f"{model}-seed{seed}")
+        for model, seed in itertools.product(models, seeds)
+    ]
+    given = ["--workdirs", ",".join(workdirs), "--out", str(chosen.out / name)]
+    if part.measures:
+        given += ["--tasks", part.measures]
+    compare.main(given)
+
+
+def words_of(task: str, model: str, text: Path | None) -> list[str]:
+    """Return the words of train.py for a model on a task."""
+    rooms = ("model.", "data.", "optimizer.")
+    keys = [
+        x if x.startswith(rooms) else f"model.attention.{x}"
+        for x in MODELS[model].split()
+    ]
+    keys = TASKS[task].keys.split() + keys
+    if text is not None and task == "text":
+        keys.append(f"data.path={text}")
+    file = ROOT / "configs" / TASKS[task].config
+    return ["--config", str(file), *(f"--config.{x}" for x in keys)]
+
+
+if __name__ == "__main__":
+    run_and_exit(lambda: main(sys.argv[1:]))

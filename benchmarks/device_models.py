@@ -47,9 +47,9 @@ def models(size: str, sizes: Sizes) -> dict[str, config.Model]:
     chosen = config.Attention
     both = chosen(symmetric="plain", differential="v1")
     performer = chosen(mechanism="performer", query_key_norm=True)
-    gated = chosen(mechanism="decay", decay="gated", output_gate=True)
+    gated = chosen(mechanism="decay", decay="gated", output_gate="silu")
     delta = chosen(
-        mechanism="delta", decay="none", short_convolution=4, output_gate=True
+        mechanism="delta", decay="none", short_convolution=4, output_gate="silu"
     )
     halved = heads // 2
     return {

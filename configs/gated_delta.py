@@ -22,6 +22,6 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.with_remat(size, "feedforward")
     config.model.attention.update(
-        mechanism="delta", decay="mamba2", short_convolution=4, output_gate=True
+        mechanism="delta", decay="mamba2", short_convolution=4, output_gate="silu"
     )
     return config

@@ -19,5 +19,5 @@ from configs import base
 
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.with_remat(size, "feedforward")
-    config.model.attention.update(mechanism="decay", decay="gated", output_gate=True)
+    config.model.attention.update(mechanism="decay", decay="gated", output_gate="silu")
     return config

@@ -24,6 +24,6 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.update(
-        mechanism="delta", decay="kda", short_convolution=4, output_gate=True
+        mechanism="delta", decay="kda", short_convolution=4, output_gate="silu"
     )
     return config

@@ -20,6 +20,6 @@ from configs import base
 def get_config(size: str = "3l") -> ConfigDict:
     config = base.with_remat(size, "feedforward")
     config.model.attention.update(
-        mechanism="decay", decay="transnormer", output_gate=True
+        mechanism="decay", decay="transnormer", output_gate="silu"
     )
     return config

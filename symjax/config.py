@@ -23,11 +23,22 @@ def key(
     *,
     least: float = -math.inf,
     most: float = LARGEST,
+    former: dict[Any, Any] | None = None,
 ) -> Any:
-    """Declare one key: its default, its meaning, and the values that it may take."""
+    """Declare one key: its default, its meaning, and the values that it may take.
+
+    Args:
+        former: value of older configurations → present value.
+    """
     return dataclasses.field(
         default=default,
-        metadata={"meaning": meaning, "choices": choices, "least": least, "most": most},
+        metadata={
+            "meaning": meaning,
+            "choices": choices,
+            "least": least,
+            "most": most,
+            "former": former or {},
+        },
     )
 
 
@@ -42,7 +53,11 @@ class OwnOptions(dict[str, Any]):
 
 
 class Keys:
-    """Group of keys. An int becomes a float where the key is a float (clip=0)."""
+    """Group of keys.
+
+    An int becomes a float where the key is a float (clip=0), and a value of older
+    configurations the present one (`key(…, former=…)`).
+    """
 
     def __repr__(self) -> str:
         """Return the keys that differ from their defaults."""
@@ -61,6 +76,8 @@ class Keys:
                 object.__setattr__(self, field.name, pair)
             elif field.type == "OwnOptions" and type(value) is dict:
                 object.__setattr__(self, field.name, OwnOptions(value))
+            elif (former := field.metadata.get("former")) and value in former:
+                object.__setattr__(self, field.name, former[value])
 
 
 def mechanisms() -> tuple[str, ...]:
@@ -99,8 +116,16 @@ class Attention(Keys):
     )
     symmetric: str = key(
         "none",
-        "keys. none: a projection of their own; plain: the queries; pairwise: U·query",
-        ("none", "plain", "pairwise"),
+        "keys. none: a projection of their own; plain: the queries; pairwise: U·query; "
+        "kv: a projection of their own, which is also the values; qkv: the queries, "
+        "which are also the values",
+        ("none", "plain", "pairwise", "kv", "qkv"),
+    )
+    key_size: int = key(
+        0,
+        "features of a query or key per head, if values keep those of model.head_size; "
+        "0: as many as model.head_size",
+        least=0,
     )
     differential: str = key(
         "none",
@@ -110,6 +135,16 @@ class Attention(Keys):
     )
     depth_offset: int = key(
         0, "depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
+    )
+    lambda_initial: float = key(
+        -1.0,
+        "differential v1: λ_init of all layers, below 1; -1: 0.8 − 0.6 exp(−0.3 depth)",
+        least=-1,
+    )
+    head_norm: bool = key(
+        True,
+        "RMSNorm of every output head of differential v1 and of mechanisms without a "
+        "denominator",
     )
     length_base: int = key(
         0,
@@ -169,8 +204,12 @@ class Attention(Keys):
         "tokens",
         least=0,
     )
-    output_gate: bool = key(
-        False, "multiply the output by silu(W x), as RetNet and GLA do"
+    output_gate: str = key(
+        "none",
+        "multiply the output of every head, before the output projection, by silu(W x) "
+        "(RetNet, GLA) or by sigmoid(W x) (gated attention); true means silu",
+        ("none", "silu", "sigmoid"),
+        former={True: "silu", False: "none", "true": "silu", "false": "none"},
     )
     short_convolution: int = key(
         0,
@@ -275,8 +314,8 @@ class Model(Keys):
     )
     head_size: int = key(
         0,
-        "query/key features per head, of differential V1 per branch; 0: width/heads, "
-        "halved for differential V1",
+        "features per head; 0: width/heads. Differential V1: features of a branch's "
+        "queries and keys, half as many as its values have; 0: width/heads/2",
         least=0,
     )
     feedforward: int = key(

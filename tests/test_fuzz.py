@@ -53,7 +53,7 @@ IMPOSSIBLE = [
     {"model.attention.mechanism": "performer", "model.attention.features": "elu"},
     {"model.attention.mechanism": "linear", "model.attention.features": "positive"},
     {"model.attention.mechanism": "linear", "model.attention.implementation": "whole"},
-    {"model.attention.mechanism": "gau", "model.attention.output_gate": True},
+    {"model.attention.mechanism": "gau", "model.attention.output_gate": "silu"},
     {"model.attention.mechanism": "decay", "model.attention.length_base": 7},
     {"mesh.data": 3},
     {"mesh.data": 0},

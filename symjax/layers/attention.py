@@ -3,7 +3,8 @@
 A layer combines three choices. A fourth key chooses the code that computes the scores.
 All are keys of model.attention:
 
-symmetric        how keys are made: a projection, the queries themselves, or U·query
+symmetric        how keys and values are made: by projections of their own, or from the
+                 queries, or values from the keys
 mechanism        what a pair of query and key weighs
 differential     how maps combine: one map, or A₁ − λA₂ with one λ per layer (v1), or
                  one per token and head (v2)
@@ -17,6 +18,7 @@ computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.la
 on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in `operands`.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,12 +35,23 @@ from symjax.layers.parts.table import part_of
 from symjax.layers.primitives import Linear, keep_for_backward, rotary
 from symjax.layers.segments import Segments, positions_of, row_operands
 from symjax.layers.sharded import Operand
+from symjax.layers.validate import has_head_norm
 
 RULES = (
     ("attention/lambda_projection/kernel", P("fsdp", "tensor")),
     ("attention/lambda_*", P(None)),
     ("attention/metric", P("tensor", None, None)),
 )
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+# Values of model.attention.symmetric → the projections of a layer. The others of query,
+# key and value are made from these.
+PROJECTIONS = {
+    "none": ("query", "key", "value"),
+    "plain": ("query", "value"),
+    "pairwise": ("query", "value"),
+    "kv": ("query", "key"),
+    "qkv": ("query",),
+}
 
 
 class Lambda(nnx.Param):
@@ -60,6 +73,11 @@ class Attention(nnx.Module):
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
     model.head_size, that share one key, and λ is the sigmoid of a linear map of the
     token. The output of mechanisms without a denominator passes an RMSNorm per head.
+    `head_norm=False` leaves out both norms, and keeps 1 − λ_init.
+
+    With `symmetric` kv and qkv, values are the projection of the keys or the queries,
+    before norms and rotations. A head of V1 has both of its branches as value. The
+    cache of a score mechanism then holds one array, see `keys_of`.
 
     Args:
         options: the model's configuration.
@@ -77,10 +95,7 @@ class Attention(nnx.Module):
         self.mixer = mixer_of(options, depth)
         has_keys = self.mixer.form.keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
-        projects_keys = self.symmetric == "none"
-        self.projections = ("query", "value")
-        if projects_keys:
-            self.projections = ("query", "key", "value")
+        self.projections = PROJECTIONS[self.symmetric]
         self.part = part_of(self.mixer.mechanism)
         self.rotate = rotary(options, self.mixer.sizes.head_size)
         self._add_projections(options, rngs)
@@ -91,7 +106,7 @@ class Attention(nnx.Module):
             weights = self.part.weights(options, depth, self.mixer.sizes, rngs)
             for name, weight in weights.items():
                 setattr(self, name, weight)
-        self.has_head_norm = chosen.differential == "v1" or self.part.head_norm
+        self.has_head_norm = chosen.head_norm and has_head_norm(options, depth)
         if self.has_head_norm:
             normed = {"epsilon": options.norm_eps, "dtype": self.mixer.dtype}
             size = self.mixer.sizes.value_size
@@ -106,14 +121,15 @@ class Attention(nnx.Module):
             return Linear(inputs, outputs, use_bias=options.bias, **shared)
 
         self.query = linear(options.width, queries * size)
-        if self.symmetric == "none":
+        if "key" in self.projections:
             self.key = linear(options.width, keys * size)
         elif self.symmetric == "pairwise":
             draw = nnx.initializers.normal(size**-0.5)
             self.metric = nnx.Param(draw(rngs.params(), (queries, size, size)))
-        self.value = linear(options.width, kv_heads * value_size)
+        if "value" in self.projections:
+            self.value = linear(options.width, kv_heads * value_size)
         self.out = linear(heads * value_size, options.width)
-        if self.chosen.output_gate:
+        if self.chosen.output_gate != "none":
             self.output_gate = linear(options.width, heads * value_size)
         if (taps := self.chosen.short_convolution) > 0:
             for kind in self.projections:
@@ -123,7 +139,7 @@ class Attention(nnx.Module):
         if self.chosen.query_key_norm:
             normed = {**shared, "epsilon": options.norm_eps}
             self.query_norm = norm("rmsnorm", size, **normed)
-            if self.symmetric == "none":
+            if "key" in self.projections:
                 self.own_key_norm = norm("rmsnorm", size, **normed)
 
     def _add_lambda(self, options: config.Model, depth: int, rngs: nnx.Rngs) -> None:
@@ -133,8 +149,10 @@ class Attention(nnx.Module):
             shared = {"use_bias": False, "dtype": dtype, "rngs": rngs}
             self.lambda_projection = Linear(options.width, heads, **shared)
             return
-        depth += self.chosen.depth_offset
-        self.lambda_initial = attention.lambda_initial(depth)
+        self.lambda_initial = self.chosen.lambda_initial
+        if self.lambda_initial < 0:
+            depth += self.chosen.depth_offset
+            self.lambda_initial = attention.lambda_initial(depth)
         draw = nnx.initializers.normal(0.1)
 
         def vector() -> Lambda:
@@ -191,7 +209,8 @@ class Attention(nnx.Module):
             cache, inputs = cache.cache, dict(cache.inputs)
         lengths = self.rotate.lengths(positions, padding_mask)
         operands = self.operands(x, positions, inputs, padding_mask, lengths=lengths)
-        mixed, cache = self.mixer.decode(operands, cache, position, padding_mask)
+        read = partial(self.keys_of, lengths=lengths)
+        mixed, cache = self.mixer.decode(operands, cache, position, padding_mask, read)
         if inputs is not None:
             cache = Convolved(cache, inputs)
         return self._output(x, mixed, operands), cache
@@ -256,22 +275,51 @@ class Attention(nnx.Module):
                 y, inputs[kind] = convolve(y, before, padding_mask, segments=segments)
             return y.reshape(*y.shape[:2], y.shape[-1] // size, size)
 
-        query = projected("query", self.mixer.sizes.head_size)
-        value = projected("value", self.mixer.sizes.value_size)
-        if self.chosen.query_key_norm:
-            query = self.query_norm(query)
-        if self.symmetric == "none":
-            key = projected("key", self.mixer.sizes.head_size)
-            if self.chosen.query_key_norm:
-                key = self.own_key_norm(key)
+        sizes = self.mixer.sizes
+        made = projected("query", sizes.head_size)
+        value = None
+        if "value" in self.projections:
+            value = projected("value", sizes.value_size)
+        query = self.query_norm(made) if self.chosen.query_key_norm else made
+        if "key" in self.projections:
+            made = projected("key", sizes.head_size)
+            key = self._normed_key(made)
         else:
-            metric = self.metric[...] if self.symmetric == "pairwise" else None
-            normalise = {"none": None}.get(self.chosen.key_norm, self.chosen.key_norm)
-            key = attention.symmetric_key(query, metric, normalise=normalise)
+            key = self._key_of_query(query)
+        if value is None:
+            value = made.reshape(*made.shape[:2], sizes.kv_heads, sizes.value_size)
         if lengths is None:
             lengths = self.rotate.lengths(positions)
         query, key = (self.rotate(x, positions, lengths) for x in (query, key))
         return query, key, value
+
+    def keys_of(
+        self, value: Float[Array, "B S K V"], *, lengths: Int[Array, "#B #S"] | None
+    ) -> Float[Array, "B S K H"]:
+        """Return the keys of the first S tokens from their values.
+
+        With `symmetric` kv and qkv, values are the projection that keys are made of, so
+        a cache holds it once. Norms and rotations of keys are computed again at each
+        step, at O(S) per head.
+
+        Args:
+            lengths: as in `project`.
+        """
+        made = value.reshape(*value.shape[:2], -1, self.mixer.sizes.head_size)
+        if "key" in self.projections:
+            key = self._normed_key(made)
+        else:
+            norm = self.query_norm if self.chosen.query_key_norm else lambda x: x
+            key = self._key_of_query(norm(made))
+        return self.rotate(key, jnp.arange(value.shape[1])[None], lengths)
+
+    def _normed_key(self, key: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:
+        return self.own_key_norm(key) if self.chosen.query_key_norm else key
+
+    def _key_of_query(self, query: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        metric = self.metric[...] if self.symmetric == "pairwise" else None
+        normalise = {"none": None}.get(self.chosen.key_norm, self.chosen.key_norm)
+        return attention.symmetric_key(query, metric, normalise=normalise)
 
     def lam(self) -> Float[Array, ""]:
         """Return λ of a differential V1 layer, from its learned vectors and λ_init."""
@@ -293,6 +341,7 @@ class Attention(nnx.Module):
         if self.chosen.differential == "v1":
             mixed = mixed * (1 - self.lambda_initial)
         mixed = jax.lax.collapse(mixed, 2)
-        if self.chosen.output_gate:
-            mixed = mixed * jax.nn.silu(keep_for_backward(self.output_gate(x)))
+        if self.chosen.output_gate != "none":
+            gate = GATES[self.chosen.output_gate]
+            mixed = mixed * gate(keep_for_backward(self.output_gate(x)))
         return self.out(mixed)

@@ -13,16 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
-from symjax.layers.validate import gated_sizes, mechanism_options, sizes
+from symjax.layers.validate import SHARED, gated_sizes, mechanism_options, sizes
 
 SMALLEST_READ = 256  # the least length of the part of a cache that is read
 CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token lacks
 
 
 class KeyValues(NamedTuple):
-    """Decoding state of score mechanisms: cached keys and values."""
+    """Decoding state of score mechanisms: cached keys and values.
 
-    key: Float[Array, "B L K H"]
+    The keys are None if they are made from the values (`Mixer.shared`).
+    """
+
+    key: Float[Array, "B L K H"] | None
     value: Float[Array, "B L K V"]
 
 
@@ -34,6 +37,7 @@ class Mixer:
         options: (name, value) of each option of the mechanism; hashable, as jit needs.
         differential: combination of the maps of two branches: none, v1 or v2.
         alibi: add a bias to the scores that falls with distance.
+        shared: values are what keys are made of, so that a cache holds values alone.
         dtype: of cached keys and values.
     """
 
@@ -44,6 +48,7 @@ class Mixer:
     dtype: Any
     differential: str = "none"
     alibi: bool = False
+    shared: bool = False
 
     @property
     def form(self) -> attention.Mechanism:
@@ -87,7 +92,8 @@ class Mixer:
         keys, value_size = self.sizes.keys, self.sizes.value_size
         if self.form.state is None:
             values = (batch, length, self.sizes.kv_heads, value_size)
-            key = jnp.zeros((batch, length, keys, size), self.dtype)
+            shape = batch, length, keys, size
+            key = None if self.shared else jnp.zeros(shape, self.dtype)
             return KeyValues(key, jnp.zeros(values, self.dtype))
         options = {x: value for x, value in self.options if x != "chunk_size"} | arrays
         # The two query heads of V2 read one state; V1 has a state for each branch.
@@ -100,6 +106,7 @@ class Mixer:
         cache: Any,
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
+        keys_of: Callable[[Array], Array] | None = None,
     ) -> tuple[Float[Array, "B T N V"], Any]:
         """Read the next T tokens of each example: (output per head, new cache).
 
@@ -107,11 +114,13 @@ class Mixer:
             position: number of tokens that each example has read.
             padding_mask: True for tokens that exist; the others follow them in the row.
                 By default all exist.
+            keys_of: the first cached values → their keys; needed if `shared`.
         Raises:
             ValueError: more tokens than fit the cache.
         """
         if self.form.state is None:
-            return self._decode_scores(operands, cache, position, padding_mask)
+            given = position, padding_mask, keys_of
+            return self._decode_scores(operands, cache, *given)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
         options = dict(self.options)
@@ -130,6 +139,7 @@ class Mixer:
         cache: KeyValues,
         position: Array,
         padding_mask: Array | None,
+        keys_of: Any,
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
@@ -138,18 +148,23 @@ class Mixer:
         keys is read. The prefixes are halves, quarters and so on of the cache, down to
         256 keys. Decoding ignores the option `implementation`.
         """
-        count, room = operands["query"].array.shape[1], cache.key.shape[1]
+        count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)
         positions = position[:, None] + jnp.arange(count)[None]
-        key = write(cache.key, operands["key"].array, positions)
+        key = cache.key
+        if key is not None:
+            key = write(key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
         options = {**dict(self.options), "is_causal": True}
         options.pop("implementation", None)
 
         def attend(size: int) -> Array:
+            values = value[:, :size]
             cached = {
-                "key": Operand(key[:, :size], "BSK"),
-                "value": Operand(value[:, :size], "BSK"),
+                "key": Operand(
+                    keys_of(values) if key is None else key[:, :size], "BSK"
+                ),
+                "value": Operand(values, "BSK"),
                 "positions": Operand(positions, "B"),
             }
             return self._run(self.form.attend, options, operands | cached, "BTN")
@@ -195,6 +210,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
         jnp.dtype(options.dtype),
         options.attention.differential,
         options.positions == "alibi",
+        not gated and options.attention.symmetric in SHARED,
     )
 
 

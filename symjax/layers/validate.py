@@ -14,14 +14,20 @@ from symjax.layers.parts.table import part_of
 # has the keys of its mechanism alone.
 OF_ATTENTION = (
     "symmetric",
+    "key_size",
     "differential",
     "depth_offset",
+    "lambda_initial",
+    "head_norm",
     "query_key_norm",
     "key_norm",
     "output_gate",
     "short_convolution",
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
+# Values of model.attention.symmetric that make keys from queries, and those that make
+# values from what keys are made of.
+FROM_QUERIES, SHARED = ("plain", "pairwise", "qkv"), ("kv", "qkv")
 LARGEST_GATED_SIZE = 128  # features of queries and keys of a gated block, by default
 # Values that mean "not set": such options are not passed to the mechanism.
 OFF = ("", 0, "auto")
@@ -40,12 +46,12 @@ def sizes(options: config.Model) -> Sizes:
     halves = 2 if chosen.differential == "v1" else 1  # branches that share a head
     if heads % kv_heads:
         raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
-    if chosen.symmetric != "none" and kv_heads != heads:
+    if chosen.symmetric in FROM_QUERIES and kv_heads != heads:
         raise ValueError(
             f"model.attention.symmetric {chosen.symmetric!r} makes one key a query "
             f"head: model.kv_heads {kv_heads} must equal model.heads {heads}"
         )
-    if chosen.symmetric != "none" and chosen.differential == "v2":
+    if chosen.symmetric in FROM_QUERIES and chosen.differential == "v2":
         raise ValueError(
             f"model.attention.symmetric {chosen.symmetric!r} makes one key a query "
             "head, but model.attention.differential 'v2' gives two query heads one key"
@@ -57,9 +63,15 @@ def sizes(options: config.Model) -> Sizes:
             + ", or give model.head_size"
         )
     size = options.head_size or options.width // (heads * halves)
+    if chosen.symmetric in SHARED and chosen.key_size not in (0, size):
+        raise ValueError(
+            f"model.attention.symmetric {chosen.symmetric!r} makes values of {size} "
+            f"features from keys: model.attention.key_size {chosen.key_size} must be 0"
+        )
     branches = 1 if chosen.differential == "none" else 2
+    key_size = chosen.key_size or size
     return Sizes(
-        heads, kv_heads, heads * branches, kv_heads * halves, size, size * halves
+        heads, kv_heads, heads * branches, kv_heads * halves, key_size, size * halves
     )
 
 
@@ -143,16 +155,12 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         _check_implementation(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
-    if chosen.key_norm != "none" and chosen.symmetric == "none":
+    if chosen.key_norm != "none" and chosen.symmetric not in FROM_QUERIES:
         raise ValueError(
             f"model.attention.key_norm {chosen.key_norm!r} needs symmetric keys, but "
-            "model.attention.symmetric is 'none'"
+            f"model.attention.symmetric is {chosen.symmetric!r}"
         )
-    if chosen.depth_offset and chosen.differential != "v1":
-        raise ValueError(
-            f"model.attention.depth_offset {chosen.depth_offset} needs differential "
-            f"'v1', but model.attention.differential is {chosen.differential!r}"
-        )
+    _check_differential(options, names)
     if chosen.short_convolution and not config.is_causal(options):
         raise ValueError(
             f"model.attention.short_convolution {chosen.short_convolution} needs a "
@@ -160,6 +168,44 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         )
     if options.positions == "alibi":
         _check_bias(names)
+
+
+def has_head_norm(options: config.Model, depth: int) -> bool:
+    """Return whether a layer has a norm per head unless model.attention.head_norm is
+    False.
+    """
+    part = part_of(config.mechanism_of(options, depth))
+    return options.attention.differential == "v1" or part.head_norm
+
+
+def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
+    """Raise if a choice about λ or the norm of heads has no place in the model."""
+    chosen = options.attention
+    for key, value, unset in (
+        ("depth_offset", chosen.depth_offset, 0),
+        ("lambda_initial", chosen.lambda_initial, -1),
+    ):
+        if value != unset and chosen.differential != "v1":
+            raise ValueError(
+                f"model.attention.{key} {value} needs differential 'v1', but "
+                f"model.attention.differential is {chosen.differential!r}"
+            )
+    if chosen.lambda_initial != -1 and not 0 <= chosen.lambda_initial < 1:
+        raise ValueError(
+            "model.attention.lambda_initial must be -1 (by depth), or from 0 to below "
+            f"1, got {chosen.lambda_initial}"
+        )
+    if chosen.lambda_initial != -1 and chosen.depth_offset:
+        raise ValueError(
+            f"model.attention.depth_offset {chosen.depth_offset} is of a λ_init by "
+            f"depth, but model.attention.lambda_initial is {chosen.lambda_initial}"
+        )
+    normed = any(has_head_norm(options, depth) for depth in range(options.depth))
+    if not chosen.head_norm and not normed:
+        raise ValueError(
+            "model.attention.head_norm False needs differential 'v1' or a mechanism "
+            f"with a norm per head: {', '.join(names)} has none"
+        )
 
 
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:

@@ -67,8 +67,10 @@ CHANGING = (
     *("attention.decay", "attention.function", "attention.function_scale"),
     *("attention.features", "attention.feature_norms", "attention.feature_count"),
     *("attention.query_key_norm", "attention.output_gate"),
-    "attention.short_convolution",
+    *("attention.short_convolution", "attention.lambda_initial", "attention.head_norm"),
 )
+# `symmetric` with shared values → `symmetric` with the same keys and values apart.
+UNSHARED = {"kv": "none", "qkv": "plain"}
 
 Params = dict[str, Any]
 
@@ -78,7 +80,8 @@ def changes(source: config.Model, target: config.Model) -> list[str]:
     names, models = CHANGING, (source, target)
     if all("flash" in config.mechanisms_of(x) for x in models):
         names += ("attention.chunk_size",)  # other mechanisms change by rounding alone
-    if source.attention.symmetric == "none":
+    keys = [UNSHARED.get(x, x) for x in (y.attention.symmetric for y in models)]
+    if keys[0] == "none" != keys[1]:
         names += ("attention.symmetric",)  # the mean of queries and keys
     if target.attention.differential == "v1":
         names += ("attention.differential",)  # a new norm per head
@@ -100,6 +103,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - more key/value heads, a multiple of the source's: each is repeated (constant
       decays need attention.decay_heads);
     - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
+    - values apart from shared ones (`symmetric` kv or qkv), and kv from qkv;
     - gated blocks of another length: the output layer is rescaled;
     - differential V2 from one map: each query head twice, λ's projection 0 and values
       times 2, since sigmoid(0) = ½.
@@ -202,11 +206,22 @@ def _check(source: config.Model, target: config.Model) -> None:
             f"differential {after.differential!r} does not follow short convolutions "
             f"after differential {before.differential!r}"
         )
-    if before.symmetric == "pairwise" and after.symmetric != "pairwise":
+    turns = before.symmetric, after.symmetric
+    loses_metric = before.symmetric == "pairwise" != after.symmetric
+    loses_values = after.symmetric in UNSHARED and before.symmetric not in UNSHARED
+    if loses_metric or loses_values or turns == ("kv", "qkv"):
         raise ValueError(
             f"symmetric {before.symmetric!r} does not turn into {after.symmetric!r}"
         )
-    if before.key_norm != "none" and after.symmetric == "none":
+    if after.symmetric in UNSHARED and (before.differential, after.differential) == (
+        "none",
+        "v2",
+    ):
+        raise ValueError(
+            "differential 'v2' from one map has values times 2, which symmetric "
+            f"{after.symmetric!r} shares with keys"
+        )
+    if before.key_norm != "none" and after.symmetric in ("none", "kv"):
         raise ValueError(
             f"symmetric keys with key_norm {before.key_norm!r} do not turn into "
             "projected keys, which have no such norm"
@@ -238,15 +253,23 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
     """Return a layer's weights with the keys and differential maps of the target."""
     before, after = source.attention, target.attention
     layer = _ungrouped(layer, sizes(source).kv_heads, sizes(target).kv_heads)
-    if before.symmetric == "none" and after.symmetric != "none":
+    of_source, of_target = (
+        UNSHARED.get(x.symmetric, x.symmetric) for x in (before, after)
+    )
+    if before.symmetric in UNSHARED and after.symmetric not in UNSHARED:
+        origin = "key" if before.symmetric == "kv" else "query"
+        for name in ("", "_convolution"):
+            if origin + name in layer:
+                layer["value" + name] = layer[origin + name]
+    if of_source == "none" != of_target:
         keys = layer.pop("key")
         layer["query"] = jax.tree.map(lambda q, k: (q + k) / 2, layer["query"], keys)
         for name in OF_KEYS.values():
             layer.pop(name, None)
-    elif before.symmetric != "none" and after.symmetric == "none":
+    elif of_source != "none" == of_target:
         layer["key"] = layer["query"]
         layer |= {key: layer[name] for name, key in OF_KEYS.items() if name in layer}
-    if before.symmetric != "pairwise" and after.symmetric == "pairwise":
+    if before.symmetric != "pairwise" == after.symmetric:
         heads = target.heads * (2 if after.differential == "v1" else 1)
         size = layer["query"]["kernel"].shape[1] // heads
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))

@@ -60,6 +60,18 @@ def converted(source, target):
             model(symmetric="plain", short_convolution=3),
             model(short_convolution=3),
         ),
+        (
+            model(symmetric="kv", short_convolution=3, query_key_norm=True),
+            model(short_convolution=3, query_key_norm=True),
+        ),
+        (
+            model(symmetric="qkv", differential="v1", key_norm="unit"),
+            model(symmetric="plain", differential="v1", key_norm="unit"),
+        ),
+        (
+            model(symmetric="qkv", query_key_norm=True),
+            model(symmetric="kv", query_key_norm=True),
+        ),
         (model(), model(implementation="whole")),
         (
             replace(model(), kind="universal"),
@@ -87,7 +99,8 @@ def converted(source, target):
         (model(mechanism="linear"), model(mechanism="linear", differential="v2")),
     ],
     ids=[
-        *("v2", "own", "metric", "norms", "convolutions", "same"),
+        *("v2", "own", "metric", "norms", "convolutions"),
+        *("values of keys", "values of queries", "keys of queries", "same"),
         *("universal", "decay", "mamba2", "hedgehog", "gau", "gau encoder", "linear"),
     ],
 )
@@ -165,6 +178,11 @@ def test_keys_that_change_the_function_are_named():
         (model(), model(differential="v2")),
         (model(symmetric="plain"), model()),
         (model(symmetric="plain"), model(symmetric="pairwise")),
+        (model(symmetric="kv"), model()),
+        (model(symmetric="kv"), model(symmetric="plain")),
+        (model(output_gate="silu"), model(output_gate="sigmoid")),
+        (model(differential="v1"), model(differential="v1", head_norm=False)),
+        (model(differential="v1"), model(differential="v1", lambda_initial=0.5)),
     ],
     ids=str,
 )
@@ -333,6 +351,13 @@ def test_constants_are_carried_where_they_mean_the_same():
         (model(), replace(MODEL, width=48), "width 24 do not fit one with 48"),
         (model(differential="v1"), model(), "'v1' does not turn into 'none'"),
         (model(symmetric="pairwise"), model(), "'pairwise' does not turn into 'none'"),
+        (model(), model(symmetric="kv"), "'none' does not turn into 'kv'"),
+        (model(symmetric="kv"), model(symmetric="qkv"), "'kv' does not turn into"),
+        (
+            model(symmetric="kv"),
+            model(symmetric="kv", differential="v2"),
+            "values times 2, which symmetric 'kv' shares",
+        ),
         (model(), replace(MODEL, length=50), r"'positions' is \(40, 24\)"),
         (model(), replace(MODEL, positions="rope"), "positions 'learned'"),
         (

@@ -109,12 +109,16 @@ OPTIONS = [
     {"kind": "universal", "depth": 3},
     {"mechanism": "decay", "decay": "mamba2", "short_convolution": 3},
     {"mechanism": "decay", "decay": "kda", "differential": "v1", "positions": "rope"},
+    {"symmetric": "kv", "positions": "rope", "query_key_norm": True, "mask_self": True},
+    {"symmetric": "qkv", "positions": "rope", "differential": "v1", "key_norm": "rms"},
+    {"symmetric": "kv", "mechanism": "delta", "decay": "none", "short_convolution": 3},
+    {"key_size": 6, "positions": "rope", "differential": "v1", "head_norm": False},
 ]
 
 
 # Every mechanism, and every option with its own code in decoding.
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
-QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28)]
+QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31)]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 
 

@@ -19,7 +19,13 @@ from symjax.evaluation.results import Options, Result, series, table
 from symjax.figures import Lines
 from symjax.models.build import attentions
 
-PRODUCTS = {"none": "QKᵀ", "plain": "QQᵀ", "pairwise": "QUQᵀ"}
+PRODUCTS = {
+    "none": "QKᵀ",
+    "plain": "QQᵀ",
+    "pairwise": "QUQᵀ",
+    "kv": "QKᵀ",
+    "qkv": "QQᵀ",
+}
 
 
 class Ranks(NamedTuple):

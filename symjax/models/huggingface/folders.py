@@ -146,8 +146,8 @@ def as_family(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (settings, tensors) of the Hugging Face model that equals a decoder.
 
-    It is a DiffLlama, a Llama, or with learned positions a GPT-2. Symmetric keys become
-    projected keys, which compute the same function.
+    It is a DiffLlama, a Llama, or with learned positions a GPT-2. Symmetric keys and
+    shared values become projections of their own, which compute the same function.
 
     Raises:
         ValueError: no such model computes the same; the message names each key that
@@ -158,7 +158,7 @@ def as_family(
     family: Any = gpt2 if learned and not differential else llama
     target = _resolved(options)
     symmetric, norm = options.attention.symmetric, options.attention.key_norm
-    if symmetric == "plain" and norm == "none":
+    if symmetric in ("plain", "kv", "qkv") and norm == "none":
         chosen = dataclasses.replace(options.attention, symmetric="none")
         target = dataclasses.replace(target, attention=chosen)
     settings = family.settings_of(target)

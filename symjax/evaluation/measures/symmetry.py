@@ -95,7 +95,7 @@ def factors(layer: Attention) -> tuple[Factor, Factor]:
         return kernel.reshape(1, len(kernel), -1, sizes.head_size)
 
     query = key = jnp.asarray(weights("query"))
-    if layer.symmetric == "none":
+    if layer.symmetric in ("none", "kv"):
         key = jnp.asarray(weights("key"))
     elif layer.symmetric == "pairwise":
         key = attention.symmetric_key(query, layer.metric[...])

@@ -4,6 +4,7 @@ import inspect
 import math
 import pydoc
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +27,41 @@ GIVEN = {
     "query": lambda keys, heads: jnp.ones((B, T, N, H)),
     "key": lambda keys, heads: jnp.ones((B, keys, heads, H)),
     "value": lambda keys, heads: jnp.ones((B, keys, heads, V)),
-    "log_decay": lambda keys, heads: jnp.zeros((B, keys, heads)),
-    "beta": lambda keys, heads: jnp.ones((B, keys, heads)),
     "projection": lambda keys, heads: jnp.ones((M, H)),
-    "linear_query": lambda keys, heads: jnp.ones((B, T, N, H)),
-    "linear_key": lambda keys, heads: jnp.ones((B, keys, heads, H)),
     "divisor": lambda keys, heads: 7.0,
     "group_size": lambda keys, heads: G,
     "function": lambda keys, heads: "exp",
 }
 
 
-def arguments(function, keys=T, heads=K):
-    names = inspect.signature(function).parameters
-    return {name: make(keys, heads) for name, make in GIVEN.items() if name in names}
+def arguments(function, keys=T, heads=K, required=()):
+    """Return the arguments in `GIVEN`, and zeros for other required operands."""
+    parameters = inspect.signature(function).parameters
+    found = {x: make(keys, heads) for x, make in GIVEN.items() if x in parameters}
+    sizes = {"B": B, "T": keys, "K": heads, "N": N, "H": H, "V": V, "M": M}
+    for name in required:
+        axes = axes_of(parameters[name].annotation)
+        found[name] = jnp.zeros([sizes[x] for x in axes])
+    return found
+
+
+def axes_of(annotation):
+    """Return the letters of an array's axes, by the first shape of its annotation.
+
+    `Float[Array, "#B #T K *F"] | None` gives B, T and K.
+    """
+    kinds = typing.get_args(annotation) or (annotation,)
+    shapes = [x.dim_str for x in kinds if hasattr(x, "dim_str")]
+    assert shapes, f"a required operand needs a shape, got {annotation}"
+    axes = [x.removeprefix("#") for x in shapes[0].split()]
+    return [x for x in axes if not x.startswith("*")]
 
 
 def call(name, *, keys=T, heads=K, form="attend", **options):
     """Return the shapes of the results of a form, with all checks of arguments."""
-    function = getattr(MECHANISMS[name], form)
-    options = arguments(function, keys, heads) | options
+    mechanism = MECHANISMS[name]
+    function = getattr(mechanism, form)
+    options = arguments(function, keys, heads, mechanism.required) | options
     return jax.eval_shape(lambda: function(**options))
 
 

@@ -35,8 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax import attention
-from symjax.attention import features
+from symjax.attention import random_features
 from symjax.attention.core import products
+from symjax.attention.core.devices import lowered_for
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
@@ -139,17 +140,35 @@ def scan(rows: Any, *arrays: Any) -> Any:
 
 
 def as_on_a_gpu(attend: Callable) -> Callable:
-    """Round the operands of all products as the tensor cores of a GPU do."""
+    """Round the operands of all products as the tensor cores of a GPU do.
+
+    The chunks are those of accelerators: a CPU's take float32 products of 16-bit
+    arrays. The platform is in the key of jax's caches, so no column takes the program
+    of another one.
+    """
 
     def called(rows: Any, *arrays: Any) -> Any:
         with (
+            lowered_for("cuda"),
             mock.patch.object(products, "in_three_passes", partial(product, 1)),
             mock.patch.object(products, "in_six_passes", partial(product, 6)),
-            mock.patch.object(features, "in_six_passes", partial(product, 6)),
+            mock.patch.object(random_features, "in_six_passes", partial(product, 6)),
+            mock.patch.object(jax.lax, "custom_linear_solve", linear_solve),
         ):
             return attend(rows, *arrays)
 
     return called
+
+
+def linear_solve(
+    times: Callable, right: jax.Array, solve: Callable, _: Callable
+) -> jax.Array:
+    """Solve times(x) = right, with the gradient of `jax.lax.custom_linear_solve`.
+
+    jax's function cannot transpose `pair`.
+    """
+    found = times(jax.lax.stop_gradient(solve(times, right)))
+    return solve(times, right + jax.lax.stop_gradient(found) - found)
 
 
 def product(passes: int, subscripts: str, *arrays: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from runs import ROOT, write_text
 
@@ -481,6 +482,18 @@ def test_what_is_wrong_is_named_before_anything_compiles(
     with pytest.raises(SystemExit, match="2"):
         compiled.main(words.format(folder=tmp_path).split())
     assert named in capsys.readouterr().err
+
+
+def test_products_as_on_a_gpu_are_rounded_also_after_those_of_a_cpu():
+    """The CPU's program of the same function and shapes is not taken for them."""
+    from precision import as_on_a_gpu, cosine
+
+    def rounds(attend):
+        arrays = [jnp.ones((1, 5, 2, 3), jnp.bfloat16)] * 3
+        return "reduce_precision" in str(jax.make_jaxpr(attend)(None, *arrays))
+
+    assert not rounds(cosine)
+    assert rounds(as_on_a_gpu(cosine))
 
 
 @pytest.mark.slow

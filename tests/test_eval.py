@@ -204,6 +204,8 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--batches", "0"], "--batches must be at least 1, got 0"),
         (["--temperature", "nan"], "--temperature must be 0 or more, got nan"),
         (["--temperature", "-1"], "--temperature must be 0 or more, got -1"),
+        (["--lengths", "512,x"], "--lengths must be from 1 to 1048576, got 'x'"),
+        (["--lengths", "64", "--tasks", "loss"], "--lengths is for the task speed"),
         (["--rope_scaling", "ntk"], "--rope_scaling 'ntk' is unknown: choose from lin"),
         (
             ["--rope_scaling", "yarn", "--tasks", "loss"],

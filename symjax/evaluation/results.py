@@ -56,6 +56,7 @@ class Options(NamedTuple):
         temperature: sampling temperature; 0 is greedy decoding.
         seed: seed of the sample and of all other random numbers.
         rope_scaling: kinds of RoPE scaling that the task `length` tries.
+        lengths: tokens of a row that the task `speed` measures; () means its own.
     """
 
     batches: int | None = None
@@ -64,6 +65,7 @@ class Options(NamedTuple):
     temperature: float = 0.8
     seed: int = 0
     rope_scaling: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
 
 
 class Table(NamedTuple):

@@ -27,6 +27,7 @@ NOTE = (
     "Losses are in nats per token, answer or label. The JSON of a checkpoint is the "
     "same bytes each time."
 )
+LONGEST = 2**20  # tokens of a row of --lengths
 
 
 def command() -> NoReturn:
@@ -47,20 +48,22 @@ def parse(words: list[str]) -> argparse.Namespace:
     chosen = _parser().parse_args(words)
     _check_ranges(chosen)
     chosen.rope_scaling = _rope_kinds(chosen.rope_scaling)
+    chosen.lengths = _lengths(chosen.lengths)
     chosen.workdir = resolve(chosen.workdir)
     for name in ("json", "out", "report"):
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, resolve_url(value))
     chosen.names = tasks.parse_names(chosen.tasks)
-    if chosen.rope_scaling and "length" not in chosen.names:
-        raise ValueError(
-            "--rope_scaling is for the task length, which --tasks "
-            f"{chosen.tasks} leaves out"
-        )
-    if chosen.prompt is not None and "sample" not in chosen.names:
-        raise ValueError(
-            f"--prompt is for the task sample, which --tasks {chosen.tasks} leaves out"
-        )
+    for flag, given, task in (
+        ("--rope_scaling", chosen.rope_scaling, "length"),
+        ("--lengths", chosen.lengths, "speed"),
+        ("--prompt", chosen.prompt is not None, "sample"),
+    ):
+        if given and task not in chosen.names:
+            raise ValueError(
+                f"{flag} is for the task {task}, which --tasks {chosen.tasks} leaves "
+                "out"
+            )
     return chosen
 
 
@@ -100,6 +103,12 @@ def _parser() -> Parser:
         help="for the task length: kinds of RoPE scaling to try in windows longer than "
         "those of training, such as linear,dynamic,yarn",
     )
+    add(
+        "--lengths",
+        default="",
+        help="for the task speed: tokens of a row, such as 512,2048,8192,16384; "
+        "128 to 2048 by default",
+    )
     return parser
 
 
@@ -122,6 +131,19 @@ def _rope_kinds(text: str) -> tuple[str, ...]:
             f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
         )
     return kinds
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Return the lengths, each once, in ascending order.
+
+    Raises:
+        ValueError: one is no number from 1 to 2²⁰.
+    """
+    words = list(filter(None, map(str.strip, text.split(","))))
+    for word in words:
+        if not (word.isascii() and word.isdigit() and 1 <= int(word) <= LONGEST):
+            raise ValueError(f"--lengths must be from 1 to {LONGEST}, got {word!r}")
+    return tuple(sorted(set(map(int, words))))
 
 
 def evaluate(chosen: argparse.Namespace) -> None:

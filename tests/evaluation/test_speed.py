@@ -63,7 +63,8 @@ def test_speeds_are_ratios_of_the_same_run_and_stay_out_of_the_json(monkeypatch)
 
     finding = speed.speed(run, Options())
     assert finding.values == {}
-    (table,) = finding.tables
+    table, crossovers = finding.tables
+    assert [row[0] for row in crossovers.rows] == ["prefill", "training", "decoding"]
     assert [row[:2] for row in table.rows] == [
         ("prefill", 32),
         ("training", 32),
@@ -71,6 +72,35 @@ def test_speeds_are_ratios_of_the_same_run_and_stay_out_of_the_json(monkeypatch)
     ]
     assert all(x > 0 for row in table.rows for x in row[2:])
     assert list(finding.figures[0].series) == ["prefill", "training", "decoding"]
+
+
+def test_the_crossover_is_where_the_ratio_grows_beyond_one():
+    lengths = (128, 512, 1024, 4096)
+    ratios = [(length / 700) ** 0.6 for length in lengths]
+    assert speed.crossover(lengths, ratios) == "700"
+    assert speed.crossover(lengths, [1.1, 0.9, 0.8, 0.7]) == "> 4096"
+    assert speed.crossover(lengths, [1.0, 1.2, 1.1, 1.3]) == "≤ 128"
+    # faster at 128 by chance: what counts is that all longer rows are faster
+    assert speed.crossover(lengths, [1.2, 0.5, 2, 4]) == f"{512 * 2**0.5:.0f}"
+    assert speed.crossover(lengths, [1.2, 0.5, 1, 1.5]) == "1024"
+
+
+def test_the_given_lengths_are_all_measured(monkeypatch):
+    def compare(options, length):
+        cells = [("prefill", length, 1.0, length / 8192, 1.0, 1.0)]
+        return [*cells, ("training", length, 1.0, 0.5, 1.0, 1.0)]
+
+    monkeypatch.setattr(speed, "compare_with_softmax", compare)
+    monkeypatch.setattr(speed, "PATIENCE", -1.0)
+    run = SimpleNamespace(config=config.Config(model=MODEL))
+    lengths = (512, 4096, 16384)
+    measured, crossovers = speed.speed(run, Options(lengths=lengths)).tables
+    assert [row[1] for row in measured.rows[::2]] == list(lengths)
+    assert crossovers.rows == [("prefill", "8192"), ("training", "> 16384")]
+    hurried = speed.speed(run, Options())
+    assert len(hurried.tables[0].rows) == 2 and "these took" in hurried.text[-1]
+    plain = SimpleNamespace(config=config.Config(model=speed.with_softmax(MODEL)))
+    assert len(speed.speed(plain, Options(lengths=lengths)).tables) == 1
 
 
 def test_what_does_not_fit_into_memory_is_said(monkeypatch):

@@ -1,11 +1,12 @@
 """Speed and memory of prefill, training and decoding, against softmax attention.
 
 The reference is the same model with plain softmax attention in every block. Lengths are
-128, 256, … 2048 tokens, one row each. A rate is tokens per second: the
-tokens of one call divided by the median time of 5 rounds. "÷ softmax" is the median
-over rounds of (time of softmax) / (time of the model): above 1 the model is faster.
-MiB are arguments and workspace of the compiled program, and "MiB ÷ softmax" above 1
-means more memory than softmax.
+128, 256, … 2048 tokens, or those of `--lengths`, one row each. A rate is tokens per
+second: the tokens of one call divided by the median time of 5 rounds. "÷ softmax" is
+the median over rounds of (time of softmax) / (time of the model): above 1 the model is
+faster. MiB are arguments and workspace of the compiled program, and "MiB ÷ softmax"
+above 1 means more memory than softmax. A second table has the crossover: the length
+from which the model is faster.
 
 Rounds of both models alternate, so that other load on the machine affects both equally.
 Weights are drawn anew, since time does not depend on them. Nothing goes into the JSON
@@ -13,8 +14,9 @@ of a checkpoint, which is the same bytes each time.
 """
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,10 +34,10 @@ from symjax.training.compile import compiled_step
 from symjax.training.sharding import make_mesh
 from symjax.training.step import batch_like, compile_program
 
-LENGTHS = tuple(2**i for i in range(7, 12))  # tokens of a row
+LENGTHS = tuple(2**i for i in range(7, 12))  # tokens of a row, without --lengths
 ROUNDS = 5
 STEPS = 16  # tokens decoded in a round
-PATIENCE = 60.0  # seconds; a length that takes more is the last one
+PATIENCE = 60.0  # seconds; of LENGTHS, one that takes more is the last one
 MIB = 2**20
 
 
@@ -57,8 +59,10 @@ def speed(run: LoadedRun, options: Options) -> Result:
     """Measure tokens per second and memory by length, against softmax.
 
     The work is a prefill of the row, a training step on the row, and for decoders 16
-    decoded tokens at the end of a full context.
+    decoded tokens at the end of a full context. `Options.lengths` are measured all,
+    however long they take.
     """
+    lengths = options.lengths or LENGTHS
     model = run.config.model
     text = [
         f"{name_of(model)} against softmax: one row of tokens, {ROUNDS} rounds that "
@@ -69,24 +73,46 @@ def speed(run: LoadedRun, options: Options) -> Result:
     if not config.is_causal(model):
         text.append("decoding: none, an encoder predicts no next token")
     cells: list[tuple[Any, ...]] = []
-    for length in progress(LENGTHS, "speed"):
+    for length in progress(lengths, "speed"):
         start = time.monotonic()
         try:
             cells += compare_with_softmax(run.config, length)
         except ValueError as error:  # it does not fit into memory
             text.append(f"{length} tokens and more left out: {error}")
             break
-        if length < LENGTHS[-1] and time.monotonic() - start > PATIENCE:
+        hurried = not options.lengths and length < LENGTHS[-1]
+        if hurried and time.monotonic() - start > PATIENCE:
             reason = f"these took {PATIENCE:.0f} s"
             text.append(f"more than {length} tokens left out: {reason}")
             break
     measured = ("tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax")
-    tables = (Table("speed", ("work", "tokens", *measured), cells),)
+    tables = [Table("speed", ("work", "tokens", *measured), cells)]
     points = series((work, length, ratio) for work, length, _, ratio, *_ in cells)
+    if cells and with_softmax(model) != model:
+        rows = [(work, crossover(*curve)) for work, curve in points.items()]
+        tables.append(Table("speed_crossover", ("work", "faster from tokens"), rows))
     label = "tokens/s ÷ those of softmax"
     title = "Speed relative to softmax, by the tokens of a row"
     lines = Lines("speed", "tokens", label, points, log_x=True, title=title)
-    return Result({}, text, tables, (lines,) if cells else ())
+    return Result({}, text, tuple(tables), (lines,) if cells else ())
+
+
+def crossover(lengths: Sequence[float], ratios: Sequence[float]) -> str:
+    """Return the length from which all longer rows have ratios of 1 or more.
+
+    Between two measured lengths the ratio is taken to be a power of the length. The
+    result is "≤ 128" if the ratio is 1 or more at all lengths, of which 128 is the
+    first, and "> 2048" if it is below 1 at 2048, the last.
+    """
+    slower = [i for i, ratio in enumerate(ratios) if ratio < 1]
+    if not slower:
+        return f"≤ {lengths[0]:.0f}"
+    last = slower[-1]
+    if last + 1 == len(ratios):
+        return f"> {lengths[last]:.0f}"
+    below, above = math.log(ratios[last]), math.log(ratios[last + 1])
+    growth = math.log(lengths[last + 1] / lengths[last])
+    return f"{lengths[last] * math.exp(growth * -below / (above - below)):.0f}"
 
 
 def mechanisms(model: config.Model) -> list[str]:

@@ -16,28 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.arguments import check_choice, check_floating
+from symjax.attention.core.arguments import check_floating
 from symjax.attention.core.feature_maps import Features, LogFeatures
-from symjax.attention.core.products import einsum, products
+from symjax.attention.core.products import einsum, products, squared_length
 
 _NORM_EPSILON = 1e-6
 PAIRS = "bkgth,bksh->bkgts"  # queries and keys → scores
 Product = Callable[..., Array]  # an einsum
-
-
-def named(who: str, table: dict[str, Features], name: str) -> Features:
-    """Return the feature map of a table that has this name.
-
-    Raises:
-        ValueError: an unknown name; the error lists the names of the table.
-    """
-    check_choice(who, "features", name, table)
-    return table[name]
-
-
-def squared_length(x: Array) -> Array:
-    """Return |x|² [… 1], as a product, which XLA computes faster on a CPU."""
-    return einsum("...h,...h->...", x, x)[..., None]
 
 
 def plain(function: Callable[[Array], Array], **traits: Any) -> Features:

@@ -26,9 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import RandomFeatures, named
 from symjax.attention.favor import WITH_STATISTICS, Statistics, adapted
-from symjax.attention.features import named
 from symjax.attention.random_features import RANDOM_FEATURES, default_projection
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step

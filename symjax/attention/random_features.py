@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Key
 
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
-from symjax.attention.core.products import einsum, in_six_passes
-from symjax.attention.features import squared_length
+from symjax.attention.core.products import einsum, in_six_passes, squared_length
 
 
 @functools.partial(jax.jit, static_argnames=("features", "head_size", "norms"))

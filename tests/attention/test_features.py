@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.features import PLAIN, UNIT, hedgehog, named, t2r
+from symjax.attention.core.feature_maps import named
+from symjax.attention.features import PLAIN, UNIT, hedgehog, t2r
 from symjax.attention.random_features import (
     RANDOM_FEATURES,
     default_projection,

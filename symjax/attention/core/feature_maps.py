@@ -1,4 +1,4 @@
-"""Types of feature maps: features with exponents, and maps of queries and keys."""
+"""Feature maps: features with exponents, and maps of queries and keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from symjax.attention.core.arguments import check_choice
 
 # A row has underflowed if its denominator is below this, although it sees a key. The
 # denominator is relative to the highest exponent in the chunk: 1e-20 is e⁻⁴⁶.
@@ -102,3 +104,13 @@ class RandomFeatures(NamedTuple):
     rows: Float[Array, "M H"]
     scale: Float[Array, ""]
     offset: Float[Array, " M"] | None = None
+
+
+def named(who: str, table: dict[str, Features], name: str) -> Features:
+    """Return the feature map of a table that has this name.
+
+    Raises:
+        ValueError: an unknown name; the error lists the names of the table.
+    """
+    check_choice(who, "features", name, table)
+    return table[name]

@@ -98,6 +98,11 @@ in_three_passes = partial(_einsum, jax.lax.Precision.HIGH)
 in_six_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6)
 
 
+def squared_length(x: Array) -> Array:
+    """Return |x|² [… 1], as a product, which XLA computes faster on a CPU."""
+    return einsum("...h,...h->...", x, x)[..., None]
+
+
 TILE = 128  # rows of a tile in the matrix products of accelerators
 
 

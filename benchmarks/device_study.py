@@ -1,6 +1,6 @@
 """The Shakespeare study of device.py: several small models train at a time."""
 
-import csv
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ def study(row: Row, sizes: Sizes, seconds: float) -> dict[str, Any]:
         return {"fault": f"{len(runs) - len(left)} of {len(runs)} runs are complete"}
     given = ["--configs", ",".join(files), "--seeds", sizes.seeds, *words]
     compare.main([*given, "--out", str(out)])
-    table = (out / "compare.csv").read_text(encoding="utf-8")
-    return {
-        f"{x['configuration']}_heldout": float(x["held-out"])
-        for x in csv.DictReader(table.splitlines())
-    }
+    found = json.loads((out / "compare.json").read_text(encoding="utf-8"))["compare"]
+    loss = f"held-out ({found['unit']})"
+    return {f"{x['configuration']}_heldout": x[loss] for x in found["configurations"]}

@@ -9,6 +9,7 @@ loads the checkpoint once, runs one task after another and writes what was asked
     measures/         these functions, by subject; `measures/__init__.py` lists them
     results.py        Options (the flags of eval.py that tasks read), and Result (what a
                       task returns: values for JSON, lines, tables and figures)
+    headlines.py      the few numbers of a task that a comparison of runs shows
     report.py         a Result as printed text, JSON, CSV, PNG or HTML
     overview.py       the first part of the HTML page: run, configuration, data, loss
     harness_model.py  a symjax model in the interface of EleutherAI's lm_eval
@@ -20,6 +21,7 @@ A task is a function `(LoadedRun, Options) -> Result`. To add one:
    of one window and one layer, which `measures/reading.by_layer` calls for every layer
    of a model on a few held-out windows;
 2. add its line to `TASKS`, which eval.py, `--list` and `--tasks all` read;
-3. add its row to the table in docs/evaluating.md;
-4. test it in tests/evaluation on numbers that are known by hand.
+3. add its headline numbers to `headlines.HEADLINES`, or `_none` if it has none;
+4. add its row to the table in docs/evaluating.md;
+5. test it in tests/evaluation on numbers that are known by hand.
 """

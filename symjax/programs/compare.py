@@ -4,17 +4,36 @@ python -m symjax.programs.compare --configs configs/gpt.py:tiny,configs/sym.py:t
     --seeds 0,1,2 [--config.KEY=VALUE ...] [--out runs/compare] [--batches N]
 python -m symjax.programs.compare --configs configs/digits.py \\
     --vary model.attention.mechanism=softmax,linear,matrix_function
+python -m symjax.programs.compare --configs configs/gpt.py:tiny,configs/diff.py:tiny \\
+    --seeds 0,1,2 --match parameters --tune optimizer.learning_rate=2e-3,4e-3,8e-3 \\
+    --tasks entropy,rank
 
 python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 
 --configs trains one run for each configuration and seed, as a workdir of train.py below
 --out. --vary makes a configuration of each value, and of each pair of values if it is
 given twice. Complete runs are not trained again, so the same command continues after an
-interruption. Then all runs are evaluated, and compare.md, compare.csv, compare.json,
-lambda.csv and PNG curves are written to --out.
+interruption. All configurations of a seed are trained before those of the next seed,
+and each run is measured and printed when it is complete. At the end compare.md,
+compare.csv, compare.json, differences.csv, tasks.csv, lambda.csv and PNG curves are
+written to --out.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
 only in their seed make one row.
+
+Differences from the first configuration, or from --baseline, are paired by seed: the
+table has their mean and the 95 % interval of Student's t, which needs two seeds.
+
+--tasks runs tasks of eval.py on every run. A few headline numbers of each become
+columns, as means and standard deviations over seeds; all tables, figures and numbers of
+a run are in the folder tasks/ of --out.
+
+--match gives every configuration the baseline's parameters, or its FLOPs per token,
+within 2 %. It changes model.feedforward alone.
+
+--tune trains every value of a key with the first seed of each configuration. The value
+with the least loss on a quarter of the held-out rows is used with all seeds. All
+numbers of the comparison are measured on the other rows.
 
 Table and curves use the same held-out batches: --batches if it is given, otherwise
 --config.evaluate.batches if it is given, otherwise all. Exit codes are those of
@@ -23,75 +42,54 @@ train.py.
 
 import argparse
 import itertools
+import re
 import statistics
 import sys
-from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 from symjax.starting import announce
 
 if __name__ == "__main__":
     announce("compare")
 
-from etils import epath
-
 from symjax import figures
-from symjax.distributed.exit_codes import print_warning, run_and_exit
-from symjax.evaluation import report
-from symjax.evaluation.loading import LoadedRun, history, load
-from symjax.evaluation.measures.language import losses
-from symjax.evaluation.results import Result, Table, announce_if_slow, table
-from symjax.figures import Band, Curve, Lines
+from symjax.distributed.exit_codes import run_and_exit
+from symjax.evaluation import report, tasks
+from symjax.evaluation.results import announce_if_slow
 from symjax.imports import using
-from symjax.models.lambdas import lambda_table
-from symjax.monitor.metrics import rows_of
-from symjax.programs.commandline import Parser, add_imports
-from symjax.programs.compared_runs import (
+from symjax.programs.commandline import Command, Parser, add_imports
+from symjax.programs.comparison.matched import KEY, MEASURES, match_plan
+from symjax.programs.comparison.measured import (
+    Evaluated,
+    check_batches,
+    check_documents,
+    evaluate,
+)
+from symjax.programs.comparison.runs import (
+    Plan,
     Workdir,
+    check_run,
     group_runs,
     plan_runs,
     split_list,
     train_missing,
 )
+from symjax.programs.comparison.tables import Fairness, compare
+from symjax.programs.comparison.tuned import tune
 from symjax.storage import check_writable, resolve, resolve_url
-from symjax.training.step import means
-
-DIVISOR = "by n − 1"  # of standard deviations, for texts
-
-
-class Evaluated(NamedTuple):
-    """Measurements of one run.
-
-    Attributes:
-        losses: as `measures.language.losses` returns them.
-        lambdas: a record for each differential layer.
-        speed: median of the tokens per second in metrics.jsonl; None if it has none.
-        curve: (step, held-out loss), on the batches of `losses`.
-        tokens: number of tokens of training.
-        separate: whether one token of every document is not a target, because documents
-            are kept apart.
-        batches: number of held-out batches that were evaluated.
-        all_batches: number of held-out batches in all.
-        unit: what losses in nats are per: token, byte, label, ….
-        from_checkpoints: whether the curve was measured on the kept checkpoints,
-            because training evaluated on another number of batches.
-    """
-
-    parameters: int
-    losses: dict[str, Any]
-    lambdas: list[dict[str, float]]
-    speed: float | None
-    curve: list[tuple[int, float]]
-    tokens: int = 0
-    separate: bool = False
-    batches: int = 0
-    all_batches: int = 0
-    unit: str = "token"
-    from_checkpoints: bool = False
 
 
 def main(words: list[str]) -> None:
     """Parse the words of the command line and run the comparison."""
+    chosen, rest = _parser().parse_known_args(words)
+    if chosen.batches is not None and chosen.batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
+    chosen.names = tasks.parse_names(chosen.tasks) if chosen.tasks else ()
+    chosen.out = resolve_url(chosen.out)
+    with using(chosen.imports):
+        run(chosen, rest)
+
+
+def _parser() -> Parser:
     parser = Parser(
         prog="python -m symjax.programs.compare",
         description=__doc__,
@@ -107,12 +105,18 @@ def main(words: list[str]) -> None:
     add("--seeds", help="whole numbers, separated by commas (0)")
     add("--out", default="runs/compare", help="folder of the results (%(default)s)")
     add("--batches", type=int, help="held-out batches; all by default")
-    chosen, rest = parser.parse_known_args(words)
-    if chosen.batches is not None and chosen.batches < 1:
-        raise ValueError(f"--batches must be at least 1, got {chosen.batches}")
-    chosen.out = resolve_url(chosen.out)
-    with using(chosen.imports):
-        run(chosen, rest)
+    add(
+        "--tasks", help="tasks of eval.py, separated by commas, or all; none by default"
+    )
+    add("--baseline", help="the configuration of the differences; the first by default")
+    add("--match", choices=MEASURES, help="equal size or cost, by model.feedforward")
+    add(
+        "--tune",
+        action="append",
+        default=[],
+        help="KEY=VALUE,VALUE: each configuration uses its best value of a key",
+    )
+    return parser
 
 
 def run(chosen: argparse.Namespace, rest: list[str]) -> None:
@@ -121,38 +125,115 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
     Args:
         rest: the words --config.KEY=VALUE.
     """
+    plan: Plan = {}
+    existing: dict[str, list[Workdir]] = {}
     if chosen.workdirs is not None:
         check_nothing_to_train(chosen, rest)
-        planned = {}
-        runs = group_runs(
+        existing = group_runs(
             [*map(resolve, split_list("--workdirs", chosen.workdirs, str))]
         )
     else:
-        planned = plan_runs(chosen, rest)
-        runs = {name: [x.workdir for x in seeds] for name, seeds in planned.items()}
+        plan = plan_runs(chosen, rest)
+        check_matched_keys(chosen)
+    names = list(plan or existing)
+    baseline = chosen.baseline or names[0]
+    if baseline not in names:
+        raise ValueError(
+            f"--baseline {baseline!r} is unknown: choose from {', '.join(names)}"
+        )
     figures.check_figures()
     check_writable(chosen.out, f"--out {chosen.out}")
-    train_missing(planned)
-    evaluated: dict[str, list[Evaluated]] = {}
-    for name, workdirs in runs.items():
-        for workdir in workdirs:
-            with announce_if_slow(f"{workdir}: compiling and measuring"):
-                measured = evaluate(workdir, chosen.batches)
-            evaluated.setdefault(name, []).append(measured)
+    fairness = Fairness(baseline)
+    if plan:
+        commands, fairness = prepare(plan, chosen, fairness)
+        evaluated = train_and_measure(commands, chosen)
+    else:
+        evaluated = {
+            name: [measure(name, workdir, chosen) for workdir in workdirs]
+            for name, workdirs in existing.items()
+        }
+    write(evaluated, fairness, chosen.out)
+
+
+def prepare(
+    plan: Plan, chosen: argparse.Namespace, fairness: Fairness
+) -> tuple[dict[str, list[Command]], Fairness]:
+    """Return the runs by configuration, after --match and --tune."""
+    if chosen.match:
+        plan, matches = match_plan(plan, fairness.baseline, chosen.match)
+        fairness = fairness._replace(matches=matches)
+        for found in matches:
+            print(f"--match: {found}", flush=True)
+    for values in plan.values():
+        for command in itertools.chain(*values.values()):
+            check_run(command)
+    if not chosen.tune:
+        return {name: values[""] for name, values in plan.items()}, fairness
+    runs, choices = tune(plan, chosen.batches, lambda line: print(line, flush=True))
+    return runs, fairness._replace(choices=choices)
+
+
+def train_and_measure(
+    runs: dict[str, list[Command]], chosen: argparse.Namespace
+) -> dict[str, list[Evaluated]]:
+    """Train the runs that are not complete, and measure and print each at once.
+
+    All configurations of one seed come before those of the next, so that they run under
+    the same conditions.
+    """
+    evaluated: dict[str, list[Evaluated]] = {name: [] for name in runs}
+    for commands in zip(*runs.values(), strict=True):
+        for name, command in zip(runs, commands, strict=True):
+            train_missing(command)
+            seeds = evaluated[name]
+            seeds.append(measure(name, command.workdir, chosen))
+            print(_progress(name, seeds, len(runs[name])), flush=True)
+    return evaluated
+
+
+def measure(name: str, workdir: Workdir, chosen: argparse.Namespace) -> Evaluated:
+    """Measure a run of a configuration; its tasks are written below --out."""
+    folder = chosen.out / "tasks" / re.sub(r"[^\w.=+-]+", "-", name)
+    with announce_if_slow(f"{workdir}: compiling and measuring"):
+        return evaluate(
+            workdir, chosen.batches, chosen.names, folder, part=bool(chosen.tune)
+        )
+
+
+def _progress(name: str, seeds: list[Evaluated], count: int) -> str:
+    """Return a line on the runs of a configuration that are complete."""
+    losses = [run.losses["heldout"]["loss"] for run in seeds]
+    spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
+    return (
+        f"{name}: held-out loss {statistics.mean(losses):.4f}{spread} "
+        f"nats/{seeds[0].unit}, {len(seeds)} of {count} seeds"
+    )
+
+
+def write(
+    evaluated: dict[str, list[Evaluated]], fairness: Fairness, out: Workdir
+) -> None:
+    """Print the comparison, and write its files into a folder."""
     check_documents(evaluated)
     check_batches(evaluated)
-    comparison = compare(evaluated)
+    comparison = compare(evaluated, fairness)
     print(report.to_text(comparison))
-    text = "\n\n".join(map(report.to_markdown, comparison.tables))
-    report.write(f"{text}\n".encode(), chosen.out / "compare.md", "--out")
+    lines = "\n".join(f"- {line}" for line in comparison.text)
+    text = "\n\n".join([lines, *map(report.to_markdown, comparison.tables)])
+    report.write(f"{text}\n".encode(), out / "compare.md", "--out")
     values = report.to_json({}, {"compare": comparison})
-    report.write(values.encode(), chosen.out / "compare.json", "--out")
-    report.write_folder({"compare": comparison}, chosen.out)
+    report.write(values.encode(), out / "compare.json", "--out")
+    report.write_folder({"compare": comparison}, out)
 
 
 def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
     """Refuse flags on what to train beside --workdirs. Raises: ValueError."""
-    flags = {"--vary": chosen.vary, "--seeds": chosen.seeds}
+    flags = {
+        "--vary": chosen.vary,
+        "--seeds": chosen.seeds,
+        "--match": chosen.match,
+        "--tune": chosen.tune,
+    }
     given = [name for name, value in flags.items() if value]
     if given or rest:
         raise ValueError(
@@ -161,213 +242,11 @@ def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
         )
 
 
-def evaluate(workdir: Workdir, batches: int | None = None) -> Evaluated:
-    """Measure the newest checkpoint of a run on so many held-out batches, or on all."""
-    run = load(workdir)
-    rows = rows_of(epath.Path(workdir))
-    speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    measured = losses(run, batches)
-    heldout = measured["heldout"]
-    curve = curve_of_run(run, rows, heldout["batches"])
-    from_checkpoints = not curve
-    if from_checkpoints:
-        curve = curve_of_checkpoints(run, heldout["batches"])
-    return Evaluated(
-        run.parameters(),
-        measured,
-        lambda_table(run.model()),
-        statistics.median(speeds) if speeds else None,
-        sorted((curve | {run.step: heldout["loss"]}).items()),
-        run.step * run.config.batch_size * run.config.model.length,
-        _skips_a_token(run),
-        heldout["batches"],
-        heldout["all_batches"],
-        run.examples.unit,
-        from_checkpoints,
-    )
-
-
-def _skips_a_token(run: LoadedRun) -> bool:
-    """Return whether one token of every document is not a target."""
-    text = run.examples.text
-    return run.examples.separate and not (text and text.shared)
-
-
-def curve_of_run(
-    run: LoadedRun, rows: list[dict[str, Any]], batches: int
-) -> dict[int, float]:
-    """Return step → held-out loss, from the evaluations of training on `batches`.
-
-    Args:
-        rows: of metrics.jsonl. In older runs they do not say their number of batches;
-            then it is that of the configuration.
-    """
-    shape = run.config.batch_size, run.config.model.length
-    total = run.examples.heldout_count(shape)
-    usual = min(run.config.evaluate.batches or total, total)
-    return {
-        row["step"]: row["heldout/loss"]
-        for row in rows
-        if row["step"] <= run.step
-        and row.get("heldout/loss") is not None
-        and row.get("heldout/batches", usual) == batches
-    }
-
-
-def curve_of_checkpoints(run: LoadedRun, batches: int) -> dict[int, float]:
-    """Return step → held-out loss on `batches`, measured on the earlier checkpoints."""
-    shape = run.config.batch_size, run.config.model.length
-    curve = {}
-    for earlier in history(run, print_warning):
-        if earlier.step < run.step:
-            rows = run.examples.heldout_batches(shape, batches)
-            arrays = earlier.params, earlier.constants
-            curve[earlier.step] = means(run.program, *arrays, shape, rows).loss
-    return curve
-
-
-def check_documents(runs: dict[str, list[Evaluated]]) -> None:
-    """Refuse to compare joined and separate documents, which have different targets.
-
-    Raises:
-        ValueError: naming a run of each.
-    """
-    names = {seeds[0].separate: name for name, seeds in runs.items()}
-    if len(names) > 1:
-        raise ValueError(
-            f"{names[False]} joins documents and {names[True]} keeps them apart "
-            "(data.documents): their losses are means over different tokens"
-        )
-
-
-def check_batches(runs: dict[str, list[Evaluated]]) -> None:
-    """Refuse runs that were evaluated on different parts of the held-out examples.
-
-    Raises:
-        ValueError: naming two runs and their numbers of batches.
-    """
-    names = {
-        (run.batches, run.all_batches): name
-        for name, seeds in runs.items()
-        for run in seeds
-    }
-    if len(names) > 1 and any(count < total for count, total in names):
-        (first, first_name), (second, second_name), *_ = names.items()
-        raise ValueError(
-            f"{first_name} is evaluated on {first[0]} of {first[1]} held-out batches, "
-            f"{second_name} on {second[0]} of {second[1]}, since their batches have "
-            "other sizes: leave --batches out"
-        )
-
-
-def compare(runs: dict[str, list[Evaluated]]) -> Result:
-    """Return tables and curves of means and standard deviations (n − 1) over seeds."""
-    rows, lambdas, curves, bands = [], [], {}, {}
-    all_runs = list(itertools.chain(*runs.values()))
-    unit, where = f"nats/{all_runs[0].unit}", _batches_text(all_runs)
-    for name, seeds in runs.items():
-        rows.append(_row(name, seeds, unit))
-        if len({run.tokens for run in all_runs}) > 1:
-            rows[-1]["tokens"] = seeds[0].tokens
-        if all("accuracy" in run.losses["heldout"] for run in seeds):
-            accuracies = [run.losses["heldout"]["accuracy"] for run in seeds]
-            rows[-1]["accuracy"] = statistics.mean(accuracies)
-        for layer in zip(*(run.lambdas for run in seeds), strict=True):
-            averages = [statistics.mean(x[key] for x in layer) for key in layer[0]]
-            lambdas.append((name, *averages))
-        curves[name], band = _curve(seeds)
-        if band is not None:
-            bands[name] = band
-    tables = [table("compare", list(rows[0]), rows)]
-    if lambdas:
-        columns = ("configuration", "layer", "λ₁", "λ₂", "λ_init", "λ")
-        tables.append(Table("lambda", columns, lambdas))
-    text = [
-        f"held-out losses on {where}, table and figure alike: means over seeds",
-        f"std: the standard deviation over seeds, {DIVISOR}; - of one seed",
-        f"train mode, eval mode: {unit} of training text with and without dropout",
-    ]
-    text += [
-        f"{name}: the figure shows only the kept checkpoints, since the run's own "
-        f"evaluations were not on {where}"
-        for name, seeds in runs.items()
-        if any(run.from_checkpoints for run in seeds)
-    ]
-    title = "Held-out loss by step"
-    if bands:
-        title += ": the mean over seeds, and a band of one standard deviation"
-    label = f"{unit}, on {where}"
-    figure = Lines("heldout", "step", label, curves, title=title, bands=bands)
-    values = {
-        "unit": unit,
-        "batches": all_runs[0].batches,
-        "all_batches": all_runs[0].all_batches,
-        "spread": f"standard deviation over seeds, {DIVISOR}",
-        "configurations": rows,
-        "curves": {
-            name: {"step": x, "mean": y, "band": bands.get(name)}
-            for name, (x, y) in curves.items()
-        },
-    }
-    return Result({"compare": values}, text, tuple(tables), (figure,))
-
-
-def _row(name: str, seeds: list[Evaluated], unit: str) -> dict[str, Any]:
-    """Return a row of the table, means over the seeds of a configuration."""
-    heldout = [run.losses["heldout"] for run in seeds]
-    train = [run.losses["train"] for run in seeds]
-    losses = [x["loss"] for x in heldout]
-    speed = _mean(run.speed for run in seeds)
-    return {
-        "configuration": name,
-        "seeds": len(seeds),
-        "parameters": seeds[0].parameters,
-        f"held-out ({unit})": statistics.mean(losses),
-        "std over seeds": statistics.stdev(losses) if len(seeds) > 1 else None,
-        **_bits(heldout),
-        "train mode": _mean(x.get("loss") for x in train),
-        "eval mode": _mean(x.get("loss_eval_mode") for x in train),
-        "tokens/s": None if speed is None else round(speed),
-    }
-
-
-def _curve(seeds: list[Evaluated]) -> tuple[Curve, Band | None]:
-    """Return the mean curve over seeds, and a band of one standard deviation around it.
-
-    The curve has the steps that all seeds have; a single seed has no band.
-    """
-    by_seed = [dict(run.curve) for run in seeds]
-    steps = [step for step in by_seed[0] if all(step in curve for curve in by_seed)]
-    points = [[curve[step] for curve in by_seed] for step in steps]
-    center, band = [*map(statistics.mean, points)], None
-    if len(seeds) > 1:
-        spread = [*map(statistics.stdev, points)]
-        band = (
-            [mean - width for mean, width in zip(center, spread, strict=True)],
-            [mean + width for mean, width in zip(center, spread, strict=True)],
-        )
-    return ([*map(float, steps)], center), band
-
-
-def _batches_text(runs: list[Evaluated]) -> str:
-    """Return in words the held-out batches that all runs were evaluated on."""
-    counts = {(run.batches, run.all_batches) for run in runs}
-    if len(counts) > 1:  # batches of several sizes: all of them cover the same text
-        return "all held-out batches"
-    [(count, total)] = counts
-    return f"{'all' if count == total else f'{count} of'} {total} held-out batches"
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean; None if a value is None."""
-    numbers = list(values)
-    return None if None in numbers else statistics.mean(numbers)  # pyright: ignore
-
-
-def _bits(heldout: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean of the bits per byte; {} if the runs are not models of text."""
-    bits = [x["bits_per_byte"] for x in heldout if "bits_per_byte" in x]
-    return {"bits/byte": statistics.mean(bits)} if bits else {}
+def check_matched_keys(chosen: argparse.Namespace) -> None:
+    """Refuse other values of the key that --match sets. Raises: ValueError."""
+    given = [x.partition("=")[0] for x in (*chosen.vary, *chosen.tune)]
+    if chosen.match and KEY in given:
+        raise ValueError(f"--match sets {KEY}: leave it out of --vary and --tune")
 
 
 if __name__ == "__main__":

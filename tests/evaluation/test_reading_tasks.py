@@ -12,6 +12,7 @@ from runs import compile_cache, train, write_text
 
 from symjax import config
 from symjax.evaluation import tasks
+from symjax.evaluation.headlines import headlines
 from symjax.evaluation.loading import load
 from symjax.evaluation.measures import approximation, lengths, magnitudes
 from symjax.evaluation.measures.reading import Layer
@@ -47,6 +48,8 @@ def test_every_task_gives_plain_numbers_for_json_the_same_each_time(trained):
         assert text == json.dumps(measure(trained, name).values)
         assert found.text or found.tables
         assert name in found.values or name == "maps"
+        numbers = [x for x in headlines(name, found).values() if x is not None]
+        assert np.isfinite(numbers).all() and (numbers or name in ("maps", "support"))
 
 
 def test_lambda_is_drawn_over_the_steps_that_are_kept(trained):

@@ -1,8 +1,8 @@
 """The runs that `compare` compares: planned from configurations, or existing ones.
 
-With --configs, `plan_runs` makes one run for each configuration, --vary value and seed,
-and `train_missing` trains those that are not complete. With --workdirs, `group_runs`
-groups existing runs that differ only in their seed.
+With --configs, `plan_runs` makes one run for each configuration, --vary value, --tune
+value and seed, and `train_missing` trains a run that is not complete. With --workdirs,
+`group_runs` groups existing runs that differ only in their seed.
 """
 
 import argparse
@@ -24,28 +24,33 @@ from symjax.training import loop
 from symjax.training.preflight import saved_meta, saved_options
 
 Workdir = Path | epath.Path
+# Configuration → value of the tuned keys, "" if there are none → a command per seed.
+Plan = dict[str, dict[str, list[Command]]]
 
 
-def plan_runs(chosen: argparse.Namespace, rest: list[str]) -> dict[str, list[Command]]:
-    """Return the runs to train, one for each seed, by the name of the configuration.
+def plan_runs(chosen: argparse.Namespace, rest: list[str]) -> Plan:
+    """Return the runs to train, by configuration, tuned value and seed.
 
     Args:
         rest: the words --config.KEY=VALUE, which apply to every run.
     Raises:
         ValueError: a run is refused, or the runs cannot be compared.
     """
-    varied = [_values(text) for text in chosen.vary]
-    check_words(rest, [values[0].partition("=")[0] for values in varied])
+    varied = [_values("--vary", text) for text in chosen.vary]
+    tuned = [_values("--tune", text) for text in chosen.tune]
+    check_words(rest, [values[0].partition("=")[0] for values in (*varied, *tuned)])
     files = split_list("--configs", chosen.configs, str)
     rest = [*rest, *agree_on_batches(chosen, rest)]
     seeds = split_list("--seeds", chosen.seeds or "0", int)
     words = [*(f"--import={word}" for word in chosen.imports), *rest]
-    runs = parse_runs(files, varied, seeds, words, chosen.out)
-    options = {name: commands[0].config for name, commands in runs.items()}
-    check_equal(options, part=chosen.batches is not None)
-    for command in itertools.chain(*runs.values()):
-        check_run(command)
-    return runs
+    plan = parse_runs(files, varied, tuned, seeds, words, chosen.out)
+    options = {
+        " with ".join(filter(None, (name, value))): commands[0].config
+        for name, values in plan.items()
+        for value, commands in values.items()
+    }
+    check_equal(options, part=chosen.batches is not None, tuned=bool(tuned))
+    return plan
 
 
 def agree_on_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
@@ -62,16 +67,11 @@ def agree_on_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
     return [f"{flag}={chosen.batches or 0}"]
 
 
-def train_missing(runs: dict[str, list[Command]]) -> None:
-    """Train the runs that are not complete.
-
-    All configurations of one seed come before those of the next, so that they run under
-    the same conditions.
-    """
-    for command in itertools.chain(*zip(*runs.values(), strict=True)):
-        folder = command.workdir / "checkpoints"
-        if command.config.steps not in Checkpoints(folder).steps():
-            loop.run(command.config, command.workdir)
+def train_missing(command: Command) -> None:
+    """Train a run unless it is complete."""
+    folder = command.workdir / "checkpoints"
+    if command.config.steps not in Checkpoints(folder).steps():
+        loop.run(command.config, command.workdir)
 
 
 def group_runs(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
@@ -137,7 +137,7 @@ def check_words(rest: list[str], varied: list[str]) -> None:
 
     Args:
         rest: the words that are not flags of this program.
-        varied: the keys of --vary.
+        varied: the keys of --vary and --tune.
     Raises:
         ValueError: naming the word.
     """
@@ -149,46 +149,61 @@ def check_words(rest: list[str], varied: list[str]) -> None:
         raise ValueError("seeds are given by --seeds, not as config.seed")
     for key in varied:
         if varied.count(key) > 1 or f"--config.{key}" in flags:
-            raise ValueError(f"config.{key} is given twice: --vary gives its values")
+            raise ValueError(
+                f"config.{key} is given twice: --vary or --tune gives its values"
+            )
 
 
 def parse_runs(
     files: list[str],
     varied: list[list[str]],
+    tuned: list[list[str]],
     seeds: list[int],
     rest: list[str],
     out: Workdir,
-) -> dict[str, list[Command]]:
-    """Return the commands of all runs, one for each seed, by configuration name.
+) -> Plan:
+    """Return the commands of all runs.
 
     Args:
         varied: for each key of --vary its words KEY=VALUE. Every combination of one
             word per key makes a configuration.
+        tuned: the same for the keys of --tune, which each configuration chooses from.
         rest: words for every run.
     Raises:
         ValueError: train.py would refuse a run, or two configurations have one name.
     """
-    runs: dict[str, list[Command]] = {}
+    plan: Plan = {}
     for file, *values in itertools.product(files, *varied):
         path, _, preset = file.partition(":")
         parts = [Path(path).stem, *filter(None, [preset]), *map(_short, values)]
         name = "-".join(parts)
-        if name in runs:
+        if name in plan:
             raise ValueError(f"{name} is there twice")
-        words = ["--config", file, *rest, *(f"--config.{value}" for value in values)]
-        runs[name] = [
-            parse([*words, f"--config.seed={n}", "--workdir", f"{out / name}-seed{n}"])
-            for n in seeds
-        ]
-    return runs
+        plan[name] = {}
+        for choice in itertools.product(*tuned):
+            label = ", ".join(map(_short, choice))
+            folder = "-".join([name, *map(_short, choice)])
+            keys = (f"--config.{value}" for value in (*values, *choice))
+            words = ["--config", file, *rest, *keys]
+            plan[name][label] = [
+                parse(
+                    [*words, f"--config.seed={n}", f"--workdir={out / folder}-seed{n}"]
+                )
+                for n in seeds
+            ]
+    return plan
 
 
-def check_equal(options: dict[str, config.Config], *, part: bool = False) -> None:
+def check_equal(
+    options: dict[str, config.Config], *, part: bool = False, tuned: bool = False
+) -> None:
     """Refuse runs that train on different data or on different numbers of tokens.
 
     Args:
         part: the runs are evaluated on some of the held-out batches, so that they must
             also agree in the size of a batch.
+        tuned: the held-out rows are divided (`tuned.split`), so that the rows must have
+            the same length.
     Raises:
         ValueError: naming two configurations and their difference.
     """
@@ -198,6 +213,10 @@ def check_equal(options: dict[str, config.Config], *, part: bool = False) -> Non
         values = {"data": chosen.data, "steps · batch_size · model.length": tokens}
         if part:
             values["batch_size, which --batches counts,"] = chosen.batch_size
+        if tuned:
+            values["model.length, by which --tune divides the held-out rows,"] = (
+                chosen.model.length
+            )
         return values
 
     (first, reference), *others = options.items()
@@ -228,16 +247,16 @@ def check_run(command: Command) -> None:
         )
 
 
-def _values(text: str) -> list[str]:
-    """Return the words KEY=VALUE of one --vary.
+def _values(flag: str, text: str) -> list[str]:
+    """Return the words KEY=VALUE of one --vary or --tune.
 
     Raises:
         ValueError: the key or the values are missing.
     """
     key, equals, values = text.partition("=")
     if not key or not equals:
-        raise ValueError(f"--vary must be KEY=VALUE,VALUE, got {text!r}")
-    return [f"{key}={value}" for value in split_list(f"--vary {key}", values, str)]
+        raise ValueError(f"{flag} must be KEY=VALUE,VALUE, got {text!r}")
+    return [f"{key}={value}" for value in split_list(f"{flag} {key}", values, str)]
 
 
 def _short(word: str) -> str:

@@ -1,0 +1,199 @@
+"""Headline numbers of the evaluation tasks, for tables of several runs.
+
+A task measures many numbers by layer, length or depth. `HEADLINES` says which few of
+them stand for the task when runs are compared: means over layers and windows, unless a
+label says otherwise. Tasks that only show text or pictures have none.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from symjax.data.rearranged import ARRANGEMENTS
+from symjax.evaluation.results import Result
+
+Headlines = dict[str, float | None]
+
+
+def headlines(task: str, result: Result) -> Headlines:
+    """Return the headline numbers of a result by label; {} if the task did not apply.
+
+    A number is None if it is not known, for instance a slope over too few keys.
+    """
+    return HEADLINES[task](result) if result.tables else {}
+
+
+def _mean(rows: Iterable[Any], key: str) -> float | None:
+    """Return the mean of a key of rows; None if no row has a number there."""
+    known = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.mean(known) if known else None
+
+
+def _none(_: Result) -> Headlines:
+    return {}
+
+
+def _loss(result: Result) -> Headlines:
+    return {"perplexity": result.values["heldout"]["perplexity"]}
+
+
+def _lambda(result: Result) -> Headlines:
+    return {"λ": _mean(result.values["lambda"], "lambda")}
+
+
+def _accuracy(name: str) -> Callable[[Result], Headlines]:
+    """Return the headlines of a generated task with rows of accuracies.
+
+    They are the mean of the rows, and the last row, which is the most difficult one.
+    """
+
+    def read(result: Result) -> Headlines:
+        rows = result.values[name]
+        last = f"{name} accuracy, last row"
+        return {f"{name} accuracy": _mean(rows, "accuracy"), last: rows[-1]["accuracy"]}
+
+    return read
+
+
+def _needle(result: Result) -> Headlines:
+    grid = result.values["needle"]["grid"]
+    return {"needle accuracy": statistics.mean(x for row in grid for x in row)}
+
+
+def _sets(result: Result) -> Headlines:
+    """Return the accuracies of the last row, which has the most samples."""
+    row = result.values["sets"][-1]
+    return {
+        f"majority of {row['samples']} {x}": row[x] for x in ("as drawn", "in order")
+    }
+
+
+def _order(result: Result) -> Headlines:
+    found = result.values["order"]
+    accuracy = {"accuracy over orders": found["together"]["mean"]}
+    return accuracy | {"answers changed by order": found["changed"]}
+
+
+def _length(result: Result) -> Headlines:
+    """Return the losses of the model as trained, by the tokens of a window."""
+    found = {}
+    for tokens, variants in result.values["length"].items():
+        name = next(x for x in ("trained", "off", "none") if x in variants)
+        found[f"loss at {tokens} tokens"] = variants[name]["loss"]
+    return found
+
+
+def _position(result: Result) -> Headlines:
+    row = result.values["position"][-1]
+    return {f"loss at places {row['from']} to {row['to']}": row["loss"]}
+
+
+def _noise(result: Result) -> Headlines:
+    """Return the shares of A, the map that a layer uses, and of no branch of it."""
+    rows = [row for row in result.values["noise"] if row["map"] == "A"]
+    return {f"share on the {x}": _mean(rows, x) for x in ("answer", "context")}
+
+
+def _self_share(result: Result) -> Headlines:
+    return {"share on itself": _mean(result.values["self_share"], "mean")}
+
+
+def _dilution(result: Result) -> Headlines:
+    rows = [row["within"] for row in result.values["dilution"]]
+    return {"share on the last 16": _mean(rows, "16")}
+
+
+def _entropy(result: Result) -> Headlines:
+    rows = result.values["entropy"]
+    longest = [list(row["entropy"].values())[-1:] for row in rows]
+    return {
+        "entropy slope": _mean(rows, "slope"),
+        "entropy of the last row": statistics.mean(x for row in longest for x in row),
+    }
+
+
+def _support(result: Result) -> Headlines:
+    return {"share of keys with a weight": _mean(result.values["support"], "share")}
+
+
+def _rank(result: Result) -> Headlines:
+    """Return the effective rank of the map that a layer uses."""
+    maps = {row["layer"]: row for row in result.values["rank"]}  # its last row
+    return {"effective rank of the map": _mean(maps.values(), "effective")}
+
+
+def _spectrum(result: Result) -> Headlines:
+    """Return numbers of the last layer's tokens, and the mean error of the chains."""
+    tokens, chains = (result.values["spectrum"][x] for x in ("tokens", "chains"))
+    return {
+        "cosine of tokens, last layer": tokens[-1]["cosine"],
+        "stable rank of tokens, last layer": tokens[-1]["stable_rank"],
+        "error of detailed balance": _mean(chains, "balance_error"),
+    }
+
+
+def _symmetry(result: Result) -> Headlines:
+    rows = result.values["symmetry"]
+    return {f"{x} of W_q W_kᵀ": _mean(rows, x) for x in ("symmetry", "direction")}
+
+
+def _outliers(result: Result) -> Headlines:
+    names = {"logit": "largest |score|", "hidden": "largest |hidden|"}
+    return {
+        label: max(
+            (row["top_1"] for row in result.values["outliers"][name]), default=None
+        )
+        for name, label in names.items()
+    }
+
+
+def _approximation(result: Result) -> Headlines:
+    """Return the errors of the layers' own features; a model without them has none."""
+    own = result.values["approximation"]["own"]
+    return {f"error of own {x}": _mean(own, x) for x in ("map", "output")}
+
+
+def _gradients(result: Result) -> Headlines:
+    rows = result.values["gradients"]
+    return {"largest |∂a/∂z|": max(row["largest"] for row in rows)}
+
+
+def _speed(result: Result) -> Headlines:
+    """Return the speeds at the longest length, which is the last of each work."""
+    columns, rows = result.tables[0].columns, result.tables[0].rows
+    work, ratio = columns.index("work"), columns.index("÷ softmax")
+    return {f"{row[work]} ÷ softmax": row[ratio] for row in rows}  # pyright: ignore
+
+
+def _dimension(result: Result) -> Headlines:
+    sizes = result.values["dimension"]["head_sizes"]
+    return {"head size ÷ 8 ln n": min(sizes) / result.values["dimension"]["needed"]}
+
+
+HEADLINES: dict[str, Callable[[Result], Headlines]] = {
+    "loss": _loss,
+    "lambda": _lambda,
+    "mqar": _accuracy("mqar"),
+    "needle": _needle,
+    **{name: _accuracy(name) for name in ARRANGEMENTS},
+    "sets": _sets,
+    "listops": _accuracy("listops"),
+    "order": _order,
+    "sample": _none,
+    "length": _length,
+    "position": _position,
+    "noise": _noise,
+    "self_share": _self_share,
+    "dilution": _dilution,
+    "entropy": _entropy,
+    "support": _support,
+    "rank": _rank,
+    "spectrum": _spectrum,
+    "outliers": _outliers,
+    "maps": _none,
+    "approximation": _approximation,
+    "gradients": _gradients,
+    "speed": _speed,
+    "symmetry": _symmetry,
+    "dimension": _dimension,
+}

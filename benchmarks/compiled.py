@@ -48,7 +48,7 @@ from symjax.estimate.gpu_bytes import bytes_by_part  # noqa: E402
 from symjax.estimate.tpu_cycles import PARTS, estimate  # noqa: E402
 from symjax.models.chips import Chip  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
-from symjax.programs import commandline  # noqa: E402
+from symjax.programs.configuration_file import load_config  # noqa: E402
 from symjax.training import sharding  # noqa: E402
 from symjax.training.step import Program, compile_program  # noqa: E402
 
@@ -261,7 +261,7 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
         ValueError: there is no such configuration, or it cannot be split so.
     """
     file, _, preset = name.partition(":")
-    tree = commandline.load_config(ROOT / "configs" / f"{file}.py", preset).to_dict()
+    tree = load_config(ROOT / "configs" / f"{file}.py", preset).to_dict()
     tree["model"]["vocabulary"] = tree["model"]["vocabulary"] or VOCABULARY
     tree["mesh"] |= {"data": 1, "fsdp": len(target.devices)}
     options = validation.from_dict(tree)

@@ -14,7 +14,7 @@ from symjax import validation
 from symjax.config import Config, Data
 from symjax.data.store.folder import arrays_in
 from symjax.distributed.exit_codes import run_and_exit
-from symjax.programs.commandline import load_config
+from symjax.programs.configuration_file import load_config
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 900  # limit of a process

@@ -16,7 +16,8 @@ from symjax.attention import TABLES
 from symjax.layers import Attention
 from symjax.models import build
 from symjax.programs import compare
-from symjax.programs.commandline import load_config, parse
+from symjax.programs.commandline import parse
+from symjax.programs.configuration_file import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 MECHANISM = ROOT / "docs/mechanism.md"  # its commands use files that a reader adds

@@ -9,7 +9,7 @@ from runs import ROOT
 
 from symjax import validation
 from symjax.models import build
-from symjax.programs.commandline import load_config
+from symjax.programs.configuration_file import load_config
 
 NAMES = "gpt sym diff diff_sym diff_v2 performer retnet gla delta"
 # Number of parameters, and its largest relative deviation. `:1b` has 1.15 to 1.33e9,

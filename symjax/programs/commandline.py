@@ -8,24 +8,21 @@ other programs.
 
 import argparse
 import ast
-import contextlib
 import difflib
-import inspect
 import os
-import sys
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from etils import epath
-from ml_collections import ConfigDict
 
 from symjax import config, imports, storage, validation
 from symjax.attention import MECHANISMS, Option
 from symjax.distributed import launch
 from symjax.monitor.profile import steps_of
+from symjax.programs.configuration_file import choices_in, load_config
 from symjax.validation import default
 
 USAGE = """\
@@ -113,7 +110,7 @@ def parse(words: list[str]) -> Command:
     """
     flags, rest = _parse_flags(words)
     if flags.config is None and flags.help is None:
-        raise ValueError(f"--config FILE is needed: {_choices(Path('configs'))}")
+        raise ValueError(f"--config FILE is needed: {choices_in(Path('configs'))}")
     if flags.workdir == "":
         raise ValueError("--workdir is empty: give a folder, or leave it out")
     path, _, preset = (flags.config or "").partition(":")
@@ -234,52 +231,6 @@ def parse_launch(words: list[str]) -> launch.Launch | None:
     heartbeat = launch.number("--heartbeat", flags.heartbeat)
     process = launch.launch(flags, os.environ)
     return process and process._replace(wait=wait, heartbeat=heartbeat)
-
-
-def load_config(path: Path, preset: str = "") -> ConfigDict:
-    """Return what `get_config(preset)` of a Python file returns.
-
-    In the file, `from configs import base` finds the nearest folder configs/ above the
-    file, wherever the program was started.
-
-    Raises:
-        ValueError: the file cannot be read or run, has no get_config, takes no such
-            preset, or sets a key that does not exist.
-    """
-    if not path.is_file():
-        choices = _choices(path.parent)
-        raise ValueError(f"no configuration file {str(path)!r}: {choices}")
-    try:
-        with _importable_configs(path):
-            tree = imports.recorded(path, lambda: _get_config(path, preset))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(tree, ConfigDict):
-        raise ValueError(f"get_config of {path} must return the ConfigDict of base.py")
-    return tree
-
-
-def _get_config(path: Path, preset: str) -> Any:
-    module = imports.run_path(path, f"configuration_{path.stem}")
-    if not hasattr(module, "get_config"):
-        raise ValueError("it has no function get_config")
-    if preset and not inspect.signature(module.get_config).parameters:
-        raise ValueError(f"it has no presets, got {preset!r}")
-    return module.get_config(preset) if preset else module.get_config()
-
-
-@contextlib.contextmanager
-def _importable_configs(path: Path) -> Iterator[None]:
-    """Put the folder that contains configs/ on Python's path inside the block."""
-    roots = [str(x) for x in path.resolve().parents if (x / "configs").is_dir()][:1]
-    sys.path[:0] = roots
-    try:
-        yield
-    finally:
-        for root in roots:
-            sys.path.remove(root)
 
 
 def help_text(options: config.Config, group: str = "") -> str:
@@ -419,13 +370,3 @@ def _parse_value(key: str, text: str, kind: Any) -> Any:
         raise ValueError(
             f"config.{key} must be {validation.shown(kind)}, got {text!r}"
         ) from None
-
-
-def _choices(folder: Path) -> str:
-    """Return "choose from …" with the configurations of a folder, or of configs/."""
-    for directory in (folder, Path("configs")):
-        paths = [path for path in directory.glob("*.py") if path.stem != "base"]
-        configs = [str(p) for p in paths if b"get_config" in p.read_bytes()]
-        if configs:
-            return f"choose from {', '.join(sorted(configs))}"
-    return f"{folder} has none"

@@ -158,6 +158,16 @@ class Attention(Keys):
         "also as many after it; 0: all",
         least=0,
     )
+    forget: str = key(
+        "none",
+        "forget gate of score mechanisms: a score falls by the log-decays between key "
+        "and query. fox: learned, log sigmoid(W x + b) per head (the Forgetting "
+        "Transformer); or a log-decay per head of model.attention.decay",
+        decays,
+    )
+    sink: bool = key(
+        False, "one learned logit per head in the denominator of a row of scores"
+    )
     mask_self: bool = key(False, "hide a token from itself unless it sees nothing else")
     query_key_norm: bool = key(False, "RMSNorm of every query and key head")
     key_norm: str = key(
@@ -184,7 +194,8 @@ class Attention(Keys):
         "retention",
         "log-decay. none; constant per head: retention (RetNet) and two published "
         "Lightning slopes; learned per channel: gated (GLA) and kda; learned per head: "
-        "mamba2, which in the decay mechanism also scales values and adds a skip",
+        "fox, the gate of the Forgetting Transformer, and mamba2, which in the decay "
+        "mechanism also scales values and adds a skip",
         decays,
     )
     decay_heads: int = key(

@@ -173,8 +173,68 @@ def weighted(weights, query, key, value, pairs, *, module=np, **options):
 
 
 softmax = partial(weighted, softmax_weights)
+
+
+def softpick_weights(scores, pairs, module=np):
+    """Return relu(exp(z) − 1) over the sum of |exp(z) − 1| and 1e-6."""
+    powers = module.exp(module.where(pairs, scores, 0.0)) - 1
+    total = module.abs(powers).sum(axis=-1, keepdims=True) + 1e-6
+    return module.maximum(powers, 0.0) / total
+
+
 sparsemax = partial(weighted, partial(sparse_weights, 1))
 entmax15 = partial(weighted, partial(sparse_weights, 2))
+softpick = partial(weighted, softpick_weights)
+
+
+def entmax15_weights(scores, pairs, module=np):
+    return sparse_weights(2, scores, pairs, module)
+
+
+def forgetting(
+    query, key, value, logits, pairs, *, seen, bias=None, module=np, **options
+):
+    """Softmax whose scores fall by the log-decays log σ(logit) between key and query.
+
+    The decay of token r lies between key s and row t if s < r ≤ t, or t < r ≤ s.
+    """
+    keys, rows = np.arange(key.shape[1]), np.arange(query.shape[1])
+    rows = rows + len(keys) - len(rows)
+    low = np.minimum(rows[:, None], keys[None])[..., None]
+    high = np.maximum(rows[:, None], keys[None])[..., None]
+    between = ((low < keys) & (keys <= high)).astype(float)
+    decays = -module.logaddexp(0.0, -logits[..., 0])
+    decays = module.where(seen[..., None], decays, 0.0)
+    fall = module.einsum("tsr,brk->bkts", between, decays)
+    fall = module.repeat(fall, query.shape[2] // key.shape[2], axis=1)
+    bias = fall if bias is None else bias + fall
+    return softmax(query, key, value, pairs, bias=bias, module=module, **options)
+
+
+def forgetting_twice(query, key, value, logits, lam, pairs, *, module=np, **options):
+    """Differential V1, where each branch has its own keys and its own decays."""
+    one, two = (
+        forgetting(
+            *(query[:, :, i::2], key[:, :, i::2], value, logits[:, :, i::2], pairs),
+            module=module,
+            **options,
+        )
+        for i in (0, 1)
+    )
+    return one - lam.reshape(1, 1, -1, 1) * two
+
+
+def with_sink(*arrays, weights=softmax_weights, module=np, **options):
+    """Attend with one more key, whose score is the sink and whose value is 0."""
+    *arrays, sink, pairs = arrays
+
+    def with_one_more(scores, pairs, module):
+        more = module.broadcast_to(sink.reshape(1, -1, 1, 1), (*scores.shape[:3], 1))
+        scores = module.concatenate([scores, more], axis=-1)
+        pairs = np.concatenate([pairs, np.ones((*pairs.shape[:3], 1), bool)], axis=-1)
+        return weights(scores, pairs, module)[..., :-1]
+
+    return weighted(with_one_more, *arrays, pairs, module=module, **options)
 
 
 def symmetric_key(query, metric=None, normalise=None, module=np):

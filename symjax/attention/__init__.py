@@ -71,6 +71,7 @@ from symjax.attention.random_features import orthogonal_projection
 from symjax.attention.rope_scaling import rope_attention_factor, rope_frequencies
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
+from symjax.attention.softpick import softpick
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.symmetric import symmetric, symmetric_key
 
@@ -124,6 +125,7 @@ __all__ = [
     "rotate",
     "sinusoidal",
     "softmax",
+    "softpick",
     "sparsemax",
     "symmetric",
     "symmetric_key",

@@ -183,7 +183,8 @@ def _difference(
     order = "(k p g)" if branches == 2 else "(k g p)"
     for name, array in _options_by_head(options, query).items():
         array = repeat(array, f"b (k g) t s -> b {order} t s", **groups)
-        options = {**options, name: array if name != "alibi" else array.ravel()}
+        by_head = name in ("alibi", "sink")
+        options = {**options, name: array.ravel() if by_head else array}
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
     wide = jnp.promote_types(value.dtype, jnp.float32)
     repeated = repeat(value.astype(wide), "b t k v -> b t (k p) v", p=branches)
@@ -198,7 +199,7 @@ def _difference(
 def _options_by_head(options: dict, query: Array) -> dict[str, Array]:
     """Return the options that differ by head, as [B N T S]; sub-heads share them."""
     heads, differing = query.shape[2] // 2, {}
-    for name in ("mask", "bias", "alibi"):
+    for name in ("mask", "bias", "alibi", "sink"):
         array = options.get(name)
         if array is None or array.ndim not in (1, 4):
             continue

@@ -293,11 +293,13 @@ class LogDecay(NamedTuple):
         gate: logits → log-decays, element by element. The layer computes the logits
             from the token by a learned linear map.
         per: "head" or "channel": there is one logit for each.
+        low_rank: whether this linear map goes through 16 features.
     """
 
     rates: Callable[[int, int, int], Float[Array, "N"]] | None = None
     gate: Callable[[Array], Array] | None = None
     per: str = "head"
+    low_rank: bool = True
 
 
 # Values of model.attention.decay. "mamba2" and "kda" need more weights than a linear
@@ -307,6 +309,7 @@ LOG_DECAYS = {
     "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),
     "lightning": LogDecay(partial(lightning_log_decay, convention="fla")),
     "gated": LogDecay(gate=gated_log_decay, per="channel"),
+    "fox": LogDecay(gate=partial(gated_log_decay, power=1.0), low_rank=False),
     "mamba2": LogDecay(),
     "kda": LogDecay(per="channel"),
     "none": LogDecay(lambda heads, layer, layers: jnp.zeros(heads)),

@@ -31,6 +31,7 @@ from symjax.attention.performer import (
 )
 from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.attention.softmax import softmax
+from symjax.attention.softpick import softpick
 from symjax.attention.sparse import entmax15, sparsemax
 from symjax.tables import aligned
 
@@ -110,7 +111,7 @@ class Mechanism(NamedTuple):
 SCORED = Mechanism(
     softmax,
     options=("scale", "window", "length_base", "mask_self", "implementation"),
-    operands=("bias",),
+    operands=("bias", "log_decay", "sink"),
     is_causal=True,
     mask="pairs",
 )
@@ -120,6 +121,7 @@ MECHANISMS = {
     "softmax": SCORED._replace(kernel=True),
     "sparsemax": SPARSE._replace(attend=sparsemax),
     "entmax15": SPARSE._replace(attend=entmax15),
+    "softpick": SCORED._replace(attend=softpick, sparse=True),
     "cosine": Mechanism(
         *(cosine, cosine_causal, cosine_step, cosine_state),
         options=("chunk_size",),
@@ -170,6 +172,7 @@ MECHANISMS = {
     "gau": SCORED._replace(
         attend=gau,
         options=("window", "implementation"),
+        operands=("bias",),
         gated=True,
         sparse=True,
     ),
@@ -229,6 +232,8 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
         "bidirectional": mechanism.bidirectional,
         "mask": mechanism.mask,
         "bias": "bias" in mechanism.operands,
+        "gates": "log_decay" in mechanism.operands,
+        "sink": "sink" in mechanism.operands,
         "window": "window" in mechanism.options,
         "grouped": mechanism.grouped,
         "lengths": mechanism.lengths,

@@ -20,13 +20,14 @@ CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token
 
 
 class KeyValues(NamedTuple):
-    """Decoding state of score mechanisms: cached keys and values.
+    """Decoding state of score mechanisms: cached keys and values, and forget gates.
 
     The keys are None if they are made from the values (`Mixer.shared`).
     """
 
     key: Float[Array, "B L K H"] | None
     value: Float[Array, "B L K V"]
+    log_decay: Float[Array, "B L K"] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,20 @@ class Mixer:
         return self._run(function, options, operands, "BTN", axis)
 
     def init_cache(
-        self, batch: int, length: int, *, head_size: int | None = None, **arrays
+        self,
+        batch: int,
+        length: int,
+        *,
+        head_size: int | None = None,
+        forgets: bool = False,
+        **arrays,
     ) -> Any:
         """Return the decoding state before the first of at most `length` tokens.
 
         Args:
             head_size: size of the keys that the mechanism receives, if the layer maps
                 them to features.
+            forgets: scores have a forget gate, which is kept for each key.
             arrays: other arguments of the mechanism's empty state.
         """
         size = head_size or self.sizes.head_size
@@ -94,7 +102,8 @@ class Mixer:
             values = (batch, length, self.sizes.kv_heads, value_size)
             shape = batch, length, keys, size
             key = None if self.shared else jnp.zeros(shape, self.dtype)
-            return KeyValues(key, jnp.zeros(values, self.dtype))
+            log_decay = jnp.zeros((batch, length, keys)) if forgets else None
+            return KeyValues(key, jnp.zeros(values, self.dtype), log_decay)
         options = {x: value for x, value in self.options if x != "chunk_size"} | arrays
         # The two query heads of V2 read one state; V1 has a state for each branch.
         shape = batch, keys, size, value_size
@@ -157,6 +166,9 @@ class Mixer:
         value = write(cache.value, operands["value"].array, positions)
         options = {**dict(self.options), "is_causal": True}
         options.pop("implementation", None)
+        log_decay = cache.log_decay
+        if log_decay is not None:
+            log_decay = write(log_decay, operands["log_decay"].array, positions)
 
         def attend(size: int) -> Array:
             values = value[:, :size]
@@ -167,12 +179,14 @@ class Mixer:
                 "value": Operand(values, "BSK"),
                 "positions": Operand(positions, "B"),
             }
+            if log_decay is not None:
+                cached["log_decay"] = Operand(log_decay[:, :size], "BSK")
             return self._run(self.form.attend, options, operands | cached, "BTN")
 
         prefixes = _prefixes(room)
         index = jnp.searchsorted(jnp.array(prefixes), positions.max() + 1)
         mixed = jax.lax.switch(index, [partial(attend, size) for size in prefixes])
-        return mixed, KeyValues(key, value)
+        return mixed, KeyValues(key, value, log_decay)
 
     def _run(
         self,

@@ -48,13 +48,16 @@ class Scored(NamedTuple):
         seen = {name: options.pop(name) for name in names if name in options}
         value = arrays[2] if self.crosses else arrays[1]
         lengths = arrays[0].shape[1], value.shape[1]
+        if self.keys == 4:  # gates of keys that the mask hides from all rows are 0
+            mask = np.broadcast_to(seen.get("mask", True), (B, N, *lengths))
+            options["seen"] = mask.any(axis=(1, 2))
         pairs = oracles.visible(B, N, *lengths, **seen)
         return self.definition(*arrays, pairs, module=module, **options)
 
     @property
     def crosses(self):
         """Keys are an argument, so there may be more of them than queries."""
-        return self.keys == 3
+        return self.keys >= 3
 
 
 def _symmetric(query, value, metric, **options):
@@ -79,6 +82,33 @@ def _pairs_of_queries(length, keys):
     return (B, length, 2 * N, H), (B, keys, K, H), (B, keys, K, V), lam
 
 
+def _gated(length, keys):
+    return *_pairs(length, keys), (B, keys, K, 1)
+
+
+def _gated_branches(length, keys):
+    query, key, value, lam = _branches(length, keys)
+    return query, key, value, (B, keys, 2 * K, 1), lam
+
+
+def _with_sinks(length, keys):
+    return *_pairs(length, keys), (N,)
+
+
+def forgetting(query, key, value, logits, *, attend=attention.softmax, **options):
+    log_decay = jax.nn.log_sigmoid(logits[..., 0])
+    return attend(query, key, value, log_decay=log_decay, **options)
+
+
+def _forgetting_twice(query, key, value, logits, lam, **options):
+    attend = partial(attention.differential, lam=lam)
+    return forgetting(query, key, value, logits, attend=attend, **options)
+
+
+def _with_sink(query, key, value, sink, *, attend=attention.softmax, **options):
+    return attend(query, key, value, sink=sink, **options)
+
+
 def _tied(length, _):
     return (B, length, N, H), (B, length, N, V), (N, H, H)
 
@@ -100,10 +130,13 @@ OUTPUTS = DIFFERENTIAL._replace(
     rounding=2**-7,  # the outputs of both branches are rounded, then subtracted
 )
 SPARSE = Scored(attention.sparsemax, oracles.sparsemax, _pairs, 3)
+FORGETTING = Scored(forgetting, oracles.forgetting, _gated, 4)
+SINK = Scored(_with_sink, oracles.with_sink, _with_sinks, 3)
 SCORED = {
     "softmax": SOFTMAX,
     "sparsemax": SPARSE,
     "entmax15": SPARSE._replace(attend=attention.entmax15, definition=oracles.entmax15),
+    "softpick": SPARSE._replace(attend=attention.softpick, definition=oracles.softpick),
     "pairwise": _symmetric_of(None),
     "unit": _symmetric_of("unit"),
     "rms": _symmetric_of("rms"),
@@ -111,6 +144,15 @@ SCORED = {
     "differential_outputs": OUTPUTS,
     "differential_v2": Scored(
         attention.differential_v2, oracles.differential_v2, _pairs_of_queries, 3
+    ),
+    "forgetting": FORGETTING,
+    "forgetting_twice": Scored(
+        _forgetting_twice, oracles.forgetting_twice, _gated_branches, 4
+    ),
+    "sink": SINK,
+    "sink_of_entmax15": SINK._replace(
+        attend=partial(_with_sink, attend=attention.entmax15),
+        definition=partial(oracles.with_sink, weights=oracles.entmax15_weights),
     ),
 }
 
@@ -240,9 +282,10 @@ def a_decoded_row_is_a_row_of_the_whole(scored):
         arrays = scored.arrays(S)
         form = jitted(scored.attend, **options)
         whole = form(*arrays)
-        query, key, value, *weights = arrays
+        query, *of_keys = arrays[: scored.keys]
         for t in (0, 15, 16):
-            now = query[:, t : t + 1], key[:, : t + 1], value[:, : t + 1], *weights
+            read = [x[:, : t + 1] for x in of_keys]
+            now = query[:, t : t + 1], *read, *arrays[scored.keys :]
             close(form(*now), whole[:, t : t + 1], 1e-13)
 
 
@@ -292,11 +335,12 @@ def hidden_keys_change_nothing(scored):
         for part in gradients[first : scored.keys]:
             assert part[~hidden].any() and not part[hidden].any()
         left = np.flatnonzero(~hidden[0])
-        fewer = [x[:1] for x in examples[:first]] + [
-            x[:1, left] for x in examples[first:]
-        ]
+        # Decays depend on positions, so that the rows of hidden keys are absent too.
+        rows = np.arange(T) if scored.keys == 3 else left
+        fewer = [x[:1, rows] for x in examples[:first]]
+        fewer += [x[:1, left] for x in examples[first:]]
         absent = scored.attend(*fewer, *weights, length_base=3.0)
-    close(output[:1] if scored.crosses else output[:1, left], absent, 1e-5)
+    close(output[:1, rows], absent, 1e-5)
 
 
 def a_row_without_keys_is_zero(scored):
@@ -377,9 +421,10 @@ def vmap_and_checkpoint_change_nothing(scored):
 
 
 MECHANISMS = [name for name, scored in SCORED.items() if scored.shapes is _pairs]
-KINDS = *MECHANISMS, "pairwise", "differential"
-KEYED = *MECHANISMS, "differential", "differential_outputs"
-ENGINE = *MECHANISMS, "differential"
+ADJUSTED = "forgetting", "sink"
+KINDS = *MECHANISMS, "pairwise", "differential", *ADJUSTED
+KEYED = *MECHANISMS, "differential", "differential_outputs", *ADJUSTED
+ENGINE = *MECHANISMS, "differential", *ADJUSTED
 LAWS = {
     it_equals_its_definition: SCORED,
     gradients_equal_those_of_the_definition: SCORED,

@@ -115,6 +115,23 @@ def test_bias(name):
 
 
 @every_mechanism
+def test_gates(name):
+    log_decay = jnp.zeros((B, T, N))
+    if capabilities(MECHANISMS[name])["gates"]:
+        it_works(call_with_own_keys(name, log_decay=log_decay))
+    elif not MECHANISMS[name].gated:  # for gated units the block decides
+        refused("log_decay", name, log_decay=log_decay)
+
+
+@every_mechanism
+def test_sinks(name):
+    if capabilities(MECHANISMS[name])["sink"]:
+        it_works(call_with_own_keys(name, sink=jnp.zeros(N)))
+    elif not MECHANISMS[name].gated:
+        refused("sink", name, sink=jnp.zeros(N))
+
+
+@every_mechanism
 def test_windows(name):
     if capabilities(MECHANISMS[name])["window"]:
         it_works(call_with_own_keys(name, window=(3, None)))
@@ -234,7 +251,8 @@ def test_a_mechanism_without_annotations_is_one_like_any_other(monkeypatch):
 
     monkeypatch.setitem(MECHANISMS, "mean", Mechanism(mean, grouped=False))
     line = attention.table().splitlines()[-1].split()
-    assert line[:8] == ["mean", "-", "yes", "keys", "-", "-", "-", "yes"]
+    cells = ["mean", "-", "yes", "keys", "-", "-", "-", "-", "-", "yes"]
+    assert line[: len(cells)] == cells
     options = config.Model(
         kind="encoder",
         width=8,

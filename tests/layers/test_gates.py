@@ -61,6 +61,26 @@ def test_decays_begin_between_those_of_the_papers(decay):
         assert most / 2 < found.max() <= most * 1.001
 
 
+def test_a_layer_with_forget_gates_and_a_sink_is_its_definition():
+    layer = layer_of("retention", "softmax", forget="fox", sink=True)
+    x = inputs()
+    wanted = []
+    for one in x.astype(np.float64):
+        query, key, value = (
+            dense(getattr(layer, name), one).reshape(TIME, HEADS, SIZE)
+            for name in ("query", "key", "value")
+        )
+        gates = 1 / (1 + np.exp(-dense(layer.forget.up, one)))
+        weights = np.einsum("tnh,snh->nts", query, key) / np.sqrt(SIZE)
+        weights = np.exp(weights)
+        for t, s in np.ndindex(TIME, TIME):
+            weights[:, t, s] *= gates[s + 1 : t + 1].prod(axis=0) if s <= t else 0
+        total = weights.sum(axis=-1) + np.exp(weight(layer, "sink"))[:, None]
+        mixed = np.einsum("nts,snh->tnh", weights / total[..., None], value)
+        wanted.append(dense(layer.out, mixed.reshape(TIME, WIDTH)))
+    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=2e-5)
+
+
 def test_without_decay_a_state_is_a_sum():
     layer, x = layer_of("none"), inputs()
     operands = layer.operands(x, np.arange(TIME)[None])

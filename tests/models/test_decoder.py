@@ -113,12 +113,16 @@ OPTIONS = [
     {"symmetric": "qkv", "positions": "rope", "differential": "v1", "key_norm": "rms"},
     {"symmetric": "kv", "mechanism": "delta", "decay": "none", "short_convolution": 3},
     {"key_size": 6, "positions": "rope", "differential": "v1", "head_norm": False},
+    {"forget": "fox", "sink": True, "differential": "v1", "symmetric": "plain"},
+    {"mechanism": "entmax15", "heads": 4, "kv_heads": 2, "forget": "mamba2"},
 ]
 
 
 # Every mechanism, and every option with its own code in decoding.
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
-QUICK += [OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31)]
+QUICK += [
+    OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34)
+]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 
 
@@ -183,7 +187,7 @@ def test_a_step_reads_the_part_of_a_cache_that_is_filled(differential):
 
 
 RAGGED = [
-    {"mechanism": "softmax", "differential": "v1", "length_base": 4},
+    {"differential": "v1", "length_base": 4, "forget": "fox"},
     {"pattern": ("flash", "gau", "decay"), "depth": 3, "chunk_size": 4},
 ]
 RAGGED += [
@@ -340,6 +344,8 @@ def test_tied_embeddings_share_one_table():
         ({"mechanism": "performer", "length_base": 8}, "performer has no such option"),
         ({"features": "relu"}, "softmax has no such option"),
         ({"mechanism": "gau", "implementation": "tpu"}, "gau takes rows or whole"),
+        ({"mechanism": "linear", "sink": True}, "linear has no such option"),
+        ({"forget": "gated"}, "model.attention.forget 'gated' is a decay per channel"),
         ({"length_base": 1}, "model.attention.length_base must be 0"),
         (
             {"mechanism": "linear", "features": "sine"},

@@ -128,6 +128,7 @@ def test_a_row_has_the_losses_of_its_documents(name, wide):
         {"attention.short_convolution": 3},
         {"attention.window": 3, "attention.mask_self": True},
         {"attention.length_base": 4},
+        {"attention.forget": "fox", "attention.sink": True},
     ],
     ids=lambda more: ",".join(more),
 )

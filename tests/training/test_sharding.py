@@ -44,7 +44,10 @@ MODELS = {
     "differential": MODEL,
     "performer": of("performer", differential="v1", **FEATURES),
     "mixed": of("performer", "softmax", **FEATURES),
-    "ring": replace(MODEL, attention=replace(MODEL.attention, implementation="ring")),
+    "ring": replace(
+        MODEL,
+        attention=replace(MODEL.attention, implementation="ring", forget="fox"),
+    ),
     "decay": of(
         *("decay", "linear"),
         differential="v2",
@@ -53,7 +56,7 @@ MODELS = {
         features="hedgehog",
         chunk_size=8,
     ),
-    "sparse": of("sparsemax", "entmax15", "cosine", mask_self=True),
+    "sparse": of("sparsemax", "entmax15", mask_self=True, forget="fox", sink=True),
     "flash": of("flash", "gau", chunk_size=3),
     "universal": replace(
         *(MODEL,),

@@ -29,6 +29,26 @@ class Tokens(NamedTuple):
 RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
+class Adjustment(NamedTuple):
+    """Learned changes of scores that only row blocks and the ring compute.
+
+    Attributes:
+        row_decay, key_decay: sums of the log-decays up to each row and each key; the
+            score of a pair falls by the absolute value of their difference.
+        sink: logit of one more key without a value, which every row sees.
+    """
+
+    row_decay: Float[Array, "#B Nq T 1"] | None = None
+    key_decay: Float[Array, "#B Nq 1 S"] | None = None
+    sink: Float[Array, "1 Nq 1 1"] | None = None
+
+    def map_rows(self, function: Callable) -> "Adjustment":
+        return self._replace(row_decay=function(self.row_decay, 2))
+
+    def map_keys(self, function: Callable) -> "Adjustment":
+        return self._replace(key_decay=function(self.key_decay, 3))
+
+
 class Operands(NamedTuple):
     """Arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
@@ -44,6 +64,7 @@ class Operands(NamedTuple):
     lam: Float[Array, "#B N #T"] | None
     scale: Float[Array, ""]
     visibility: Visibility
+    adjustment: Adjustment | None = None
 
     def swapped(self) -> "Operands":
         """Return the operands with time before heads, or with heads before time."""
@@ -67,6 +88,7 @@ class Operands(NamedTuple):
             bias=heads(self.bias),
             slopes=heads(self.slopes),
             visibility=replace(self.visibility, mask=heads(self.visibility.mask)),
+            adjustment=jax.tree.map(heads, self.adjustment),
         )
 
     def map_rows(self, function: Callable) -> "Operands":
@@ -74,11 +96,12 @@ class Operands(NamedTuple):
 
         The function is applied to every array that may have an axis of rows.
         """
-        visibility = self.visibility
+        visibility, adjustment = self.visibility, self.adjustment
         return self._replace(
             query=function(self.query, 2),
             bias=function(self.bias, 2),
             lam=function(self.lam, 2),
+            adjustment=adjustment and adjustment.map_rows(function),
             visibility=replace(
                 visibility,
                 rows=function(visibility.rows, 1),
@@ -93,10 +116,12 @@ class Operands(NamedTuple):
         The function is applied to every array that may have an axis of keys. For arrays
         of the visibility it also gets a fill value, see `Visibility.map_keys`.
         """
+        adjustment = self.adjustment
         return self._replace(
             key=function(self.key, 2),
             value=function(self.value, 2),
             bias=function(self.bias, 3),
+            adjustment=adjustment and adjustment.map_keys(function),
             visibility=self.visibility.map_keys(function),
         )
 

@@ -33,6 +33,8 @@ class ScoreArguments:
     length_base: float | None
     mask_self: bool
     alibi: Float[Array, " N"] | None
+    log_decay: Float[Array, "#B #S K"] | None
+    sink: Float[Array, " N"] | None
     positions: Int[Array, "#B T"] | None
     segment_ids: Int[Array, "B T"] | None
     lam: Float[Array, "#B #T N/2"] | None
@@ -73,7 +75,15 @@ class ScoreArguments:
         has_branches = self.lam is not None
         check_heads(who, self.query, self.key, self.value, branches=has_branches)
         check_kind(who, jnp.bool_, mask=self.mask)
-        check_kind(who, jnp.number, bias=self.bias, lam=self.lam, alibi=self.alibi)
+        check_kind(
+            who,
+            jnp.number,
+            bias=self.bias,
+            lam=self.lam,
+            alibi=self.alibi,
+            log_decay=self.log_decay,
+            sink=self.sink,
+        )
         check_kind(
             who, jnp.integer, positions=self.positions, segment_ids=self.segment_ids
         )
@@ -95,17 +105,22 @@ class ScoreArguments:
             ("bias", self.bias, pairs),
             ("lam", self.lam, (batch, time, heads)),
             ("positions", self.positions, (batch, time)),
+            ("log_decay", self.log_decay, key[:3]),
         ):
             if array is not None and not _broadcasts(array, wanted):
                 raise ValueError(
                     f"{who}: {name} must broadcast to {wanted} for query {query} and "
                     f"key {key}, got {array.shape}"
                 )
-        if self.alibi is not None and self.alibi.shape != (heads,):
-            raise ValueError(
-                f"{who}: alibi must have one slope per head {(heads,)} for query "
-                f"{query}, got {self.alibi.shape}"
-            )
+        for name, array, number in (
+            ("alibi", self.alibi, "slope"),
+            ("sink", self.sink, "logit"),
+        ):
+            if array is not None and array.shape != (heads,):
+                raise ValueError(
+                    f"{who}: {name} must have one {number} per head {(heads,)} for "
+                    f"query {query}, got {array.shape}"
+                )
         if self.positions is not None and self.axis_name is not None:
             raise ValueError(
                 f"{who}: positions have no meaning with axis_name {self.axis_name!r}"

@@ -22,6 +22,7 @@ from symjax.attention.core.sequence import first_token, gather, segment_runs_ove
 from symjax.attention.core.visibility import Visibility, hidden_as_zero
 from symjax.attention.kernels import dispatch
 from symjax.attention.scores import rows
+from symjax.attention.scores.adjustment import adjustment_of
 from symjax.attention.scores.arguments import ScoreArguments
 from symjax.attention.scores.ring import attend_ring
 from symjax.attention.scores.rows import attend_rows
@@ -87,6 +88,8 @@ class ScoreMechanism:
         length_base: float | None = None,
         mask_self: bool = False,
         alibi: Float[Array, " N"] | None = None,
+        log_decay: Float[Array, "#B #S K"] | None = None,
+        sink: Float[Array, " N"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         lam: Float[Array, "#B #T N/2"] | None = None,
@@ -114,6 +117,14 @@ class ScoreMechanism:
                 scaling). None or 0 turns it off.
             mask_self: hide a token from itself unless it sees nothing else.
             alibi: slopes m of a bias −m·|distance|, see `alibi_slopes`.
+            log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
+                query t and key s becomes score − |c_t − c_s|, with c_t = Σ_{r≤t} g_r.
+                In causal attention it falls by the sum of the gates after key s (FoX,
+                the Forgetting Transformer). The gate of a key that the mask hides from
+                all rows counts as 0. Branches of `differential` have their own gates,
+                as they have their own keys.
+            sink: logits of one more key per head, which every row sees and which has no
+                value. Softmax then divides by exp(sink) + Σ exp(score).
             positions: positions of the queries among the keys, by default the last T.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
             lam: λ of differential attention: heads 2n and 2n + 1 become one head with
@@ -156,6 +167,8 @@ class ScoreMechanism:
             length_base=length_base,
             mask_self=mask_self,
             alibi=alibi,
+            log_decay=log_decay,
+            sink=sink,
             positions=positions,
             segment_ids=segment_ids,
             lam=lam,
@@ -256,6 +269,7 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
         lam=lam,
         scale=jnp.asarray(arguments.scale, wide),
         visibility=replace(visibility, mask=mask),
+        adjustment=adjustment_of(arguments, visibility, wide),
     )
 
 

@@ -19,25 +19,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.meshes import vary_alike
-from symjax.attention.core.operands import Operands, ScoreSettings
+from symjax.attention.core.operands import Adjustment, Operands, ScoreSettings
 from symjax.attention.core.sequence import around_ring, if_seen, pass_on
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.rows import scored, weighed
 
 
+class RingRows(NamedTuple):
+    """Rows of one device, in C blocks of t."""
+
+    query: Float[Array, "C B Nq t H"]
+    decay: Float[Array, "C #B Nq t 1"] | None
+
+
 class RingInputs(NamedTuple):
     """Arrays that the ring differentiates with respect to.
 
-    Query rows are in C blocks of t. Key and value are those of one device, and the bias
-    is for the keys of all devices.
+    Key and value are those of one device. Bias and decay are for the keys of all
+    devices.
     """
 
-    query: Float[Array, "C B Nq t H"]
+    rows: RingRows
     key: Float[Array, "B Nk s H"]
     value: Float[Array, "B K s V"]
     scale: Float[Array, ""]
     bias: Float[Array, "#B #Nq 1 #S"] | None
     slopes: Float[Array, "1 Nq 1 1"] | None
+    decay: Float[Array, "#B Nq 1 S"] | None
+    sink: Float[Array, "1 Nq 1 1"] | None
 
 
 class RowPositions(NamedTuple):
@@ -84,10 +93,15 @@ def attend_ring(
             together with a mask or segments, because no device sees all keys of a row.
     """
     _check(score_settings, operands)
-    query, key, value, bias, slopes, lam, scale, visibility = _without_hidden(operands)
+    operands = _without_hidden(operands)
+    query, key, value, bias, slopes, lam, scale, visibility, adjustment = operands
+    row_decay, key_decay, sink = adjustment or Adjustment()
     length = query.shape[2]
     size = -(-length // -(-length // score_settings.block_rows))
-    inputs = RingInputs(_cut(query, size, 2), key, value, scale, bias, slopes)
+    of_rows = RingRows(
+        _cut(query, size, 2), None if row_decay is None else _cut(row_decay, size, 2)
+    )
+    inputs = RingInputs(of_rows, key, value, scale, bias, slopes, key_decay, sink)
     segments = visibility.row_segments
     rows = RowPositions(
         _cut(visibility.rows, size, 1),
@@ -144,10 +158,11 @@ def _ring_forward(
 ) -> tuple[Array, tuple]:
     """Return the rows and the residuals, among them the logarithm of their sums."""
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
-    shape, length = inputs.query.shape[:-1], inputs.key.shape[2]
+    shape, length = inputs.rows.query.shape[:-1], inputs.key.shape[2]
+    sink = -jnp.inf if inputs.sink is None else inputs.sink[..., 0]
     empty = OnlineSums(
-        jnp.full(shape, -jnp.inf, wide),
-        jnp.zeros(shape, wide),
+        jnp.full(shape, sink, wide),
+        jnp.full(shape, 0 if inputs.sink is None else 1, wide),
         jnp.zeros((*shape, inputs.value.shape[-1]), wide),
     )
     empty, _ = vary_alike((empty, inputs.key))
@@ -155,8 +170,8 @@ def _ring_forward(
     def meet(sums: OnlineSums, keys: tuple, source: Array) -> tuple[OnlineSums, tuple]:
         def visit(sums: OnlineSums) -> OnlineSums:
             def block(part: tuple) -> OnlineSums:
-                query, rows, sums = part
-                here = inputs._replace(query=query, key=keys[0], value=keys[1])
+                of_rows, rows, sums = part
+                here = inputs._replace(rows=of_rows, key=keys[0], value=keys[1])
                 return _update(
                     settings,
                     here,
@@ -164,7 +179,7 @@ def _ring_forward(
                     sums,
                 )
 
-            return jax.lax.map(block, (inputs.query, rows, sums))
+            return jax.lax.map(block, (inputs.rows, rows, sums))
 
         return if_seen(visibility.window, length, source - index, visit, sums), keys
 
@@ -197,7 +212,7 @@ def _ring_backward(
 
         def visit(gradients: tuple) -> tuple:
             def block(shared: tuple, part: tuple) -> tuple:
-                query, rows, logarithm, total_change, change = part
+                of_rows, rows, logarithm, total_change, change = part
                 seen = _visibility_of_source(visibility, rows, inputs, source)
 
                 def weigh(here: RingInputs) -> tuple[Array, Array]:
@@ -207,29 +222,33 @@ def _ring_backward(
                     values = weighed(weights, here.value.astype(wide))
                     return weights.sum(axis=-1), values
 
-                here = inputs._replace(query=query, key=keys[0], value=keys[1])
+                here = inputs._replace(rows=of_rows, key=keys[0], value=keys[1])
                 (found,) = jax.vjp(weigh, here)[1]((total_change, change))
                 new = jax.tree.map(jnp.add, shared, tuple(found[1:]))
-                return new, found.query.astype(wide)
+                return new, jax.tree.map(lambda x: x.astype(wide), found.rows)
 
-            query, *shared = gradients
-            parts = (inputs.query, rows, logarithm, total_change, change)
+            of_rows, *shared = gradients
+            parts = (inputs.rows, rows, logarithm, total_change, change)
             shared, new = jax.lax.scan(block, tuple(shared), parts)
-            return (query + new, *shared)
+            return (jax.tree.map(jnp.add, of_rows, new), *shared)
 
         gradients = (own[0], *gradient, *own[1:])
         distance = source - index
-        query, key, value, *rest = if_seen(
+        of_rows, key, value, *rest = if_seen(
             visibility.window, length, distance, visit, gradients
         )
-        return (query, *rest), (keys, (key, value))
+        return (of_rows, *rest), (keys, (key, value))
 
     keys = (inputs.key, inputs.value)
-    rest = zeros((inputs.query, inputs.scale, inputs.bias, inputs.slopes))
+    rest = zeros((inputs.rows, *inputs[3:]))
     start = vary_alike((rest, (keys, zeros(keys))))
     own, (_, gradient) = around_ring(settings.axis_name, meet, *start)
     key, value = pass_on(gradient, settings.axis_name)  # to the device of the keys
     found = RingInputs(own[0], key, value, *own[1:])
+    if inputs.sink is not None:
+        weight = jnp.exp(inputs.sink[None, ..., 0] - logarithm)
+        change = (weight * total_change).sum(axis=(0, 1, 3))
+        found = found._replace(sink=change[None, :, None, None])
     found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
     return found, None, None
 
@@ -251,16 +270,17 @@ def _scores(settings: RingSettings, inputs: RingInputs, seen: tuple) -> Array:
     """Return the scores of a block of rows and the keys of a device; −∞ if hidden."""
     visibility, source = seen
     length = inputs.key.shape[2]
-    bias = part(inputs.bias, 3, start=source * length, size=length)
+    of_source = partial(part, axis=3, start=source * length, size=length)
     operands = Operands(
-        inputs.query,
+        inputs.rows.query,
         inputs.key,
         inputs.value,
-        bias,
+        of_source(inputs.bias),
         inputs.slopes,
         None,
         inputs.scale,
         visibility,
+        Adjustment(inputs.rows.decay, of_source(inputs.decay)),
     )
     visible = visibility.pairs()
     scores = scored(settings.score_settings, operands, visible)

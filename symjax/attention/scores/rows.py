@@ -187,7 +187,7 @@ def _block(
     maps = []  # of each branch: as one array of both, XLA would copy it to split it
     for branch in [operands] if lam is None else map(operands.branch, range(2)):
         visible = branch.visibility.pairs()
-        found = settings.weights(scored(settings, branch, visible), visible)
+        found = weighted(settings, branch, scored(settings, branch, visible), visible)
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
@@ -241,7 +241,7 @@ def scored(
     `visible`, the pairs that see each other, is needed to count the keys of a row for
     `length_base`. Scores of other pairs are computed too.
     """
-    query, key, value, bias, slopes, _, scale, visibility = operands
+    query, key, value, bias, slopes, _, scale, visibility, adjustment = operands
     wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
@@ -262,7 +262,37 @@ def scored(
         scores += bias.astype(wide)
     if slopes is not None:
         scores -= slopes * jnp.abs(visibility.distance()).astype(wide)
+    if adjustment is not None:
+        of_rows, of_keys = adjustment.row_decay, adjustment.key_decay
+        if of_rows is not None and of_keys is not None:
+            scores -= jnp.abs(of_rows - of_keys)
     return scores
+
+
+def weighted(
+    settings: ScoreSettings,
+    operands: Operands,
+    scores: Float[Array, "B N t s"],
+    visible: Bool[Array, "#B #N t s"] | None,
+) -> Array | tuple[Array, Array]:
+    """Return the weights of rows, or their weights and divisors.
+
+    A sink is a key more that every row sees. It has no value, so that its weight is
+    left out.
+    """
+    adjustment = operands.adjustment
+    if adjustment is None or adjustment.sink is None:
+        return settings.weights(scores, visible)
+    sink = adjustment.sink.astype(scores.dtype)
+    sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
+    scores = jnp.concatenate([scores, sink], axis=-1)
+    if visible is not None:
+        seen = jnp.ones((*visible.shape[:3], 1), bool)
+        visible = jnp.concatenate([visible, seen], axis=-1)
+    found = settings.weights(scores, visible)
+    if isinstance(found, tuple):
+        return found[0][..., :-1], found[1]
+    return found[..., :-1]
 
 
 def weighed(

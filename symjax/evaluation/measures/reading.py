@@ -375,8 +375,9 @@ def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
         shape = (*query.shape[:2], query.shape[2] // 2)
         options["lam"] = jnp.broadcast_to(operands["lam"].array, shape)
         options["shared_keys"] = mixer.differential == "v2"
-    if "mask" in operands:
-        options["mask"] = operands["mask"].array
+    for name in ("mask", "log_decay"):
+        if name in operands:
+            options[name] = operands[name].array
     return row_map(_scores_as_weights, query, key, is_causal=mixer.causal, **options)
 
 

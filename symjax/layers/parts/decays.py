@@ -58,14 +58,16 @@ def _heads_with_rates(options: config.Model) -> int:
 
 
 class GatedDecay(nnx.Module):
-    """Learned log-decay gate(up(down(x))), per key head or per channel.
+    """Learned log-decay gate(up(down(x))) or gate(up(x)), per key head or per channel.
 
-    The gate of GLA is log sigmoid(·)/16, per channel.
+    The gate of GLA is log sigmoid(·)/16, per channel. That of FoX, the Forgetting
+    Transformer, is log sigmoid(·), per head and without `down`.
 
     Args:
         kind: a name in `LOG_DECAYS`, which has the gate.
         shape: (heads,) or (heads, channels) of a token's decays.
-    Source: Yang et al. 2023, arXiv:2312.06635, section 4.4.
+    Source: Yang et al. 2023, arXiv:2312.06635, section 4.4; Lin et al. 2025,
+        arXiv:2503.02130, section 3.
     """
 
     def __init__(
@@ -73,11 +75,14 @@ class GatedDecay(nnx.Module):
     ):
         self.kind, self.shape = kind, shape
         shared = {"dtype": dtype, "rngs": rngs}
-        self.down = Linear(width, RANK, use_bias=False, **shared)
-        self.up = Linear(RANK, math.prod(shape), use_bias=True, **shared)
+        self.low_rank = LOG_DECAYS[kind].low_rank
+        if self.low_rank:
+            self.down = Linear(width, RANK, use_bias=False, **shared)
+        rank = RANK if self.low_rank else width
+        self.up = Linear(rank, math.prod(shape), use_bias=True, **shared)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T K *H"]:
-        logits = self.up(self.down(x)).astype(jnp.float32)
+        logits = self.up(self.down(x) if self.low_rank else x).astype(jnp.float32)
         gate: Any = LOG_DECAYS[self.kind].gate
         return gate(logits.reshape(*x.shape[:2], *self.shape))
 

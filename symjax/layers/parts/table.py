@@ -3,10 +3,12 @@
 from typing import Any
 
 from symjax import config
+from symjax.attention import MECHANISMS, ScoreMechanism
 from symjax.layers.parts.decays import DECAY
 from symjax.layers.parts.delta import DELTA
 from symjax.layers.parts.features import COSINE, LINEAR, PERFORMER
 from symjax.layers.parts.part import Part, named_options
+from symjax.layers.parts.scores import SCORES
 from symjax.layers.sharded import Operand
 
 
@@ -53,7 +55,7 @@ def _flops_of_a_matrix(mixer: Any, chosen: config.Attention, length: int) -> flo
 
 
 PARTS = {
-    "softmax": Part(exponential=True),
+    "softmax": SCORES._replace(exponential=True),
     "cosine": COSINE,
     "decay": DECAY,
     "delta": DELTA,
@@ -74,5 +76,11 @@ PARTS = {
 
 
 def part_of(mechanism: str) -> Part:
-    """Return the part of a mechanism; an empty one if it is not in the table."""
-    return PARTS.get(mechanism, Part())
+    """Return the part of a mechanism.
+
+    Score mechanisms that are not in the table have that of scores, and others none.
+    """
+    if mechanism in PARTS:
+        return PARTS[mechanism]
+    is_score = isinstance(MECHANISMS[mechanism].attend, ScoreMechanism)
+    return SCORES if is_score else Part()

@@ -268,6 +268,12 @@ WRONG = {
     "sinusoidal: positions must be an array of real numbers, got complex64": (
         lambda: A.sinusoidal(IDS.astype(np.complex64), 4)
     ),
+    "softmax: sink must have one logit per head (3,)": lambda: A.softmax(
+        X, X, X, sink=TWO
+    ),
+    "softmax: log_decay must broadcast to (": lambda: A.softmax(
+        X, X, X, log_decay=TWO[None, None]
+    ),
     "alibi_slopes: heads must be an int, got 'x'": lambda: A.alibi_slopes("x"),
     "alibi_slopes: heads must be at least 1, got 0": lambda: A.alibi_slopes(0),
     "alibi_bias: slopes must be an array, got None": lambda: A.alibi_bias(None, TWO),

@@ -62,6 +62,7 @@ def shapes(length=T, keys=T, size=H, value_size=H, dtype=jnp.float32):
 REFUSED = {
     "bias": ({}, {"bias": jnp.ones((1, N, T, T))}, "no bias"),
     "alibi": ({}, {"alibi": jnp.ones(N)}, "no alibi"),
+    "sink": ({}, {"sink": jnp.ones(N)}, "no log_decay and no sink"),
     "mask": ({}, {"mask": jnp.ones((B, 1, 1, T), bool)}, "no mask"),
     "mask_self": ({}, {"mask_self": True}, "no mask_self"),
     "scale": ({}, {"scale": jnp.ones(())}, "one number for all rows"),

@@ -121,6 +121,7 @@ def shapes(length=T, size=H, dtype=jnp.float32, heads=N):
 REFUSED = {
     "bias": ({}, {"bias": jnp.ones((1, N, T, T))}, "no bias"),
     "alibi": ({}, {"alibi": jnp.ones(N)}, "no alibi"),
+    "sink": ({}, {"sink": jnp.ones(N)}, "no log_decay and no sink"),
     "mask": ({}, {"mask": jnp.ones((1, 1, T, T), bool)}, r"got \(1, 1, 19, 19\)"),
     "positions": ({}, {"positions": jnp.arange(T)[None]}, "without positions"),
     "scale": ({}, {"scale": jnp.ones(())}, "not an array"),

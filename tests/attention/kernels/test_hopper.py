@@ -124,6 +124,7 @@ def shapes(length=256, keys=None, maps=4, size=H, width=V, dtype=jnp.bfloat16):
 REFUSED = {
     "bias": ({}, {"bias": jnp.ones((1, 2, 256, 256))}, "no bias"),
     "alibi": ({}, {"alibi": jnp.ones(2)}, "no alibi"),
+    "sink": ({}, {"sink": jnp.ones(2)}, "no log_decay and no sink"),
     "mask": ({}, {"mask": jnp.ones((2, 1, 1, 256), bool)}, "no mask"),
     "mask_self": ({}, {"mask_self": True}, "no mask_self"),
     "scale": ({}, {"scale": jnp.ones(())}, "one number for all rows"),

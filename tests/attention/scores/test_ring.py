@@ -23,7 +23,8 @@ SEGMENTS = np.array(
     [[0] * 7 + [1] * 5 + [0] * 12, [4] * 12 + [2, 3] + [1] * 4 + [2] * 6]
 )
 TIME = P(None, "sequence")
-SPLIT = dict.fromkeys(["query", "key", "value", "segment_ids"], TIME)  # others: whole
+BY_TIME = "query", "key", "value", "log_decay", "segment_ids"
+SPLIT = dict.fromkeys(BY_TIME, TIME)  # others: whole
 
 
 def draw(*shape, seed=0):
@@ -94,6 +95,7 @@ RING = {"implementation": "ring"}
 CAUSAL = {"is_causal": True}
 WINDOW = {"window": (8, 0)}
 ALIBI = {"alibi": np.linspace(0.1, 1, N)}
+ADJUSTED = {"log_decay": -np.exp(draw(B, T, K, seed=7)), "sink": draw(N, seed=8)}
 SCORES = {
     "softmax": (attention.softmax, SEGMENTED | BIAS, CAUSAL | COUNTED),
     "sparsemax": (attention.sparsemax, {}, CAUSAL),
@@ -107,6 +109,10 @@ SCORES = {
     "ring in segments": (attention.softmax, SEGMENTED, {"window": (9, 3)} | RING),
     "both sides": (attention.softmax, BIAS, COUNTED),
     "ring of both sides": (attention.softmax, {}, COUNTED | RING),
+    "gates": (attention.entmax15, SEGMENTED | MASK | ADJUSTED, CAUSAL | COUNTED),
+    "gates on both sides": (attention.softmax, ADJUSTED, WINDOW),
+    "ring of gates": (attention.softmax, SEGMENTED | MASK | ADJUSTED, CAUSAL | RING),
+    "ring of gates on both sides": (attention.softmax, ADJUSTED, COUNTED | RING),
 }
 
 
@@ -122,9 +128,12 @@ def some(names, default):
     ]
 
 
+QUICK = "softmax", "sparsemax", "ring", "window", "ring in a window"
+
+
 @pytest.mark.parametrize(
     ("name", "devices"),
-    some(SCORES, ["softmax", "sparsemax", "ring", "window", "ring in a window"]),
+    some(SCORES, [*QUICK, "gates", "ring of gates"]),
 )
 def test_mechanisms_that_score_pairs(name, devices):
     function, more, options = SCORES[name]
@@ -170,9 +179,15 @@ def test_a_mean_of_values_does_not_blur_gradients_in_bfloat16(options):
 
 
 LAMBDA = {"lam": TIME}
+BRANCHES = {"log_decay": -np.exp(draw(B, T, 2 * K, seed=7)), "sink": draw(N, seed=8)}
 DIFFERENTIAL = {
     "v1": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), {}),
     "v1 ring": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), RING),
+    "v1 gates": (
+        attention.differential,
+        given(2 * N, 2 * K, lam=draw(N), **BRANCHES),
+        RING,
+    ),
     "v2": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), {}),
     "v2 ring": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), RING),
 }

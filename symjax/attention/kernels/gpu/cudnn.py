@@ -45,13 +45,15 @@ class CudnnSoftmax(NamedTuple):
 
     def refusal(self, operands: Operands) -> str | None:
         """Return why cuDNN does not support a call; None if it does."""
-        query, key, value, bias, slopes, _, _, visibility = operands
+        query, key, value, bias, slopes, _, _, visibility, adjustment = operands
         settings = self.settings
         dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
             return f"it takes {' or '.join(DTYPES)}, got {', '.join(sorted(dtypes))}"
         if bias is not None or slopes is not None:
             return "it takes no bias and no alibi"
+        if adjustment is not None:
+            return "it takes no log_decay and no sink"
         if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
         pairs = query.shape[0] * query.shape[2] * visibility.length

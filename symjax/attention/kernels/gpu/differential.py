@@ -45,7 +45,7 @@ class GpuDifferential(NamedTuple):
 
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, key, value, bias, slopes, lam, _, visibility = operands
+        query, key, value, bias, slopes, lam, _, visibility, adjustment = operands
         settings = self.settings
         if not on_hopper():
             return "it needs a Hopper GPU, jax 0.11 or later, and jax_enable_x64 off"
@@ -66,6 +66,8 @@ class GpuDifferential(NamedTuple):
             )
         if bias is not None or slopes is not None:
             return "it takes no bias and no alibi"
+        if adjustment is not None:
+            return "it takes no log_decay and no sink"
         if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
         least, most = SCALES

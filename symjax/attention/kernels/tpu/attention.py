@@ -28,7 +28,7 @@ class TpuSoftmax(NamedTuple):
 
     def refusal(self, operands: Operands) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, _, value, bias, slopes, _, _, known = operands
+        query, _, value, bias, slopes, _, _, known, adjustment = operands
         settings = self.settings
         if backend() == "tpu" and not on_tpu():
             return "it needs a TPU of v4 or later, without jax's types of 64 bits"
@@ -41,6 +41,8 @@ class TpuSoftmax(NamedTuple):
             return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
         if bias is not None or slopes is not None:
             return "it adds no bias and no alibi"
+        if adjustment is not None:
+            return "it takes no log_decay and no sink"
         if known.mask is not None and known.mask.shape[1:3] != (1, 1):
             return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
         if not known.consecutive:

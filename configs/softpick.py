@@ -1,0 +1,23 @@
+"""Softpick: rectified softmax, whose rows may add up to less than one.
+
+    python train.py --config configs/softpick.py:tiny
+    python train.py --config configs/softpick.py
+
+Expected: a held-out loss of 2.125 nats/byte after 300 steps of `:tiny`. Softmax reaches
+2.019, and a table of trigrams 1.848.
+
+Measured with --config.steps=300 --config.evaluate.every=0
+--config.data.documents=joined on two CPU cores, on all held-out text of the standard
+library of Python 3.11. The 3000 steps of `:tiny` and the larger sizes were not
+measured.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config(size: str = "3l") -> ConfigDict:
+    config = base.get_config(size)
+    config.model.attention.mechanism = "softpick"
+    return config

@@ -1,0 +1,100 @@
+"""Learned changes of scores: forget gates and sinks, prepared for blocks of rows.
+
+def forgetting(q, k, v, g):              # one head: q, k [T H], v [T V], g [T]
+    c = np.cumsum(g)
+    scores = q @ k.T / np.sqrt(q.shape[-1]) + c[:, None] - c[None]
+    weights = np.tril(np.exp(scores))
+    return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+def with_sink(q, k, v, sink):            # the same, with a logit instead of gates
+    weights = np.tril(np.exp(q @ k.T / np.sqrt(q.shape[-1])))
+    return weights @ v / (weights.sum(axis=-1, keepdims=True) + np.exp(sink))
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.operands import Adjustment
+from symjax.attention.core.sequence import gather
+from symjax.attention.core.visibility import Visibility, part
+from symjax.attention.scores.arguments import ScoreArguments
+
+
+def adjustment_of(
+    arguments: ScoreArguments, visibility: Visibility, dtype: Any
+) -> Adjustment | None:
+    """Return the changes of scores that a call asks for, with an entry per query head.
+
+    Args:
+        visibility: positions of the rows among the keys of all devices.
+        dtype: type of the results, float32 at least.
+    """
+    log_decay, sink = arguments.log_decay, arguments.sink
+    if log_decay is None and sink is None:
+        return None
+    found = Adjustment()
+    if log_decay is not None:
+        found = _decays(arguments, visibility, log_decay.astype(dtype))
+    if sink is not None:
+        branches = arguments.query.shape[2] // arguments.output_heads
+        sink = jnp.repeat(sink.astype(dtype), branches)[None, :, None, None]
+        found = found._replace(sink=sink)
+    return found
+
+
+def _decays(
+    arguments: ScoreArguments,
+    visibility: Visibility,
+    log_decay: Float[Array, "#B #S K"],
+) -> Adjustment:
+    """Return the sums of log-decays up to each row and up to each key.
+
+    Keys of other devices are gathered: one number a head and token.
+    """
+    batch, keys, kv_heads = arguments.key.shape[:3]
+    log_decay = jnp.broadcast_to(log_decay, (log_decay.shape[0], keys, kv_heads))
+    if arguments.axis_name is not None:
+        log_decay = gather(log_decay, arguments.axis_name)
+    if arguments.mask is not None:
+        seen = arguments.mask.any(axis=(1, 2))
+        if arguments.axis_name is not None and arguments.mask.shape[2] > 1:
+            seen = jax.lax.pmax(seen.astype(jnp.int32), arguments.axis_name) > 0
+        log_decay = jnp.where(seen[..., None], log_decay, 0)
+    of_keys = _of_query_heads(arguments, jnp.cumsum(log_decay, axis=1))
+    of_rows = _at_rows(of_keys, visibility)
+    return Adjustment(of_rows[..., None], of_keys[:, :, None])
+
+
+def _of_query_heads(
+    arguments: ScoreArguments, sums: Float[Array, "#B S K"]
+) -> Float[Array, "#B Nq S"]:
+    """Return sums of key heads for the query heads that use them.
+
+    With `lam` the branches of a head use neighbouring key heads, or one.
+    """
+    kv_heads, heads = arguments.value.shape[2], arguments.query.shape[2]
+    branches = sums.shape[2] // kv_heads
+    groups = heads // sums.shape[2]
+    sums = jnp.moveaxis(sums, 2, 1).reshape(
+        sums.shape[0], kv_heads, 1, branches, sums.shape[1]
+    )
+    sums = jnp.repeat(sums, groups, axis=2)
+    return sums.reshape(sums.shape[0], heads, sums.shape[4])
+
+
+def _at_rows(
+    sums: Float[Array, "#B N S"], visibility: Visibility
+) -> Float[Array, "#B N T"]:
+    """Return the sums up to the position of each row; 0 before the first key."""
+    rows, time = visibility.rows, visibility.rows.shape[1]
+    if visibility.consecutive and time <= visibility.length:
+        of_rows: Any = part(sums, 2, start=rows[0, 0], size=time)
+        return of_rows
+    batch = max(sums.shape[0], rows.shape[0])
+    sums = jnp.broadcast_to(sums, (batch, *sums.shape[1:]))
+    index = jnp.clip(rows, 0, visibility.length - 1)[:, None]
+    found = jnp.take_along_axis(sums, index, axis=2)
+    return jnp.where(rows[:, None] < 0, 0, found)

@@ -33,7 +33,7 @@ def row_sums(
     def rows(b, n, i):
         return b, n, i
 
-    spec, both = tiles.in_lanes(plan.value_size, size, rows), lam is not None
+    spec, both = tiles.head_blocks(plan.value_size, size, rows), lam is not None
     lam_spec = attention_plan.by_row(1, size, rows) if both else None
     sums = (plan.batch, plan.heads, plan.maps, plan.length)
     sums = result(change, sums, jnp.float32)
@@ -112,12 +112,12 @@ def backward(
             grid=(plan.batch, plan.kv_heads, count, plan.groups, stretches),
             in_specs=[
                 specs,
-                tiles.in_lanes(plan.value_size, stretch, rows),
+                tiles.head_blocks(plan.value_size, stretch, rows),
                 row_spec,
                 row_spec,
             ],
             out_specs=[
-                tiles.in_lanes(plan.query_width, stretch, finished),
+                tiles.head_blocks(plan.query_width, stretch, finished),
                 specs.key,
                 specs.value,
             ],

@@ -43,7 +43,7 @@ def forward(
     output = (plan.batch, plan.length, plan.heads * plan.value_size)
     output = result(query, output, dtype)
     normaliser = (plan.batch, plan.heads, plan.maps, plan.length)
-    spec = tiles.in_lanes(plan.value_size, size, rows)
+    spec = tiles.head_blocks(plan.value_size, size, rows)
     both = plan.maps == 2
     results = (
         output,

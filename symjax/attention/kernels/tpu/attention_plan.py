@@ -14,7 +14,7 @@ from symjax.attention.kernels.tpu.tiles import (
     MOST_RESIDENT,
     estimate,
     even,
-    in_lanes,
+    head_blocks,
     mxu_passes,
 )
 
@@ -118,9 +118,9 @@ def specs(
         return pl.BlockSpec((None, x.shape[1], size), place)
 
     return AttentionOperands(
-        in_lanes(plan.query_width, sizes[0], rows),
-        in_lanes(plan.key_width, sizes[1], keys),
-        in_lanes(plan.value_size, sizes[1], keys),
+        head_blocks(plan.query_width, sizes[0], rows),
+        head_blocks(plan.key_width, sizes[1], keys),
+        head_blocks(plan.value_size, sizes[1], keys),
         None if operands.lam is None else by_row(1, sizes[0], rows),
         shared(operands.factor, sizes[0], rows),
         shared(operands.rows, sizes[0], rows),

@@ -5,8 +5,9 @@ with the state in VMEM: from the first chunk in the forward kernel, from the las
 the backward kernel. The forward kernel can save the state before each chunk, which the
 backward kernel reads.
 
-Heads lie in tiles of 128 lanes (`lanes.py`). Query heads that share a key head read the
-same blocks of keys and values. Packed heads need a copy of them for each query head.
+Heads lie in tiles of 128 lanes (`packed_heads.py`). Query heads that share a key head
+read the same blocks of keys and values. Packed heads need a copy of them for each query
+head.
 
 A kernel gets one integer of flags per token and the number of its segment, or None if
 all tokens are visible and of one segment. `seen_in_chunk` makes the visible pairs of a
@@ -26,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.core.sequence import starts
 from symjax.attention.kernels.operands import even, result
 from symjax.attention.kernels.tpu import tiles
-from symjax.attention.kernels.tpu.lanes import heads_in_a_tile, side_by_side
+from symjax.attention.kernels.tpu.packed_heads import heads_in_a_tile, pack_heads
 from symjax.attention.kernels.tpu.tiles import LANES, column
 
 
@@ -88,11 +89,11 @@ class ChunkPlan(NamedTuple):
 
     def by_query(self, x: Array, size: int) -> Float[Array, "B length N*size"]:
         """Return queries [B T N h] in the layout of operands."""
-        return side_by_side(x, self.heads, self.length, size)
+        return pack_heads(x, self.heads, self.length, size)
 
     def by_key(self, x: Array, size: int) -> Float[Array, "B length K*size"]:
         """Return keys or values [B T K h] in the layout of operands."""
-        return side_by_side(x, self.heads // self.sharing, self.length, size)
+        return pack_heads(x, self.heads // self.sharing, self.length, size)
 
 
 class Chunks(NamedTuple):

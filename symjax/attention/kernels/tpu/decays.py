@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.kernels.operands import in_parts
 from symjax.attention.kernels.tpu.chunks import ChunkPlan
-from symjax.attention.kernels.tpu.lanes import in_lanes, own
+from symjax.attention.kernels.tpu.packed_heads import in_lanes, own
 from symjax.attention.kernels.tpu.tiles import ACROSS, LANES, PLAIN, column, product
 
 BLOCK = LANES  # tokens of a chunk

@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from symjax.attention.core.feature_maps import UNDERFLOW
-from symjax.attention.kernels.tpu import lanes, tiles
+from symjax.attention.kernels.tpu import packed_heads, tiles
 from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
     Chunks,
@@ -109,7 +109,7 @@ def dtype_of(given: FeatureOperands) -> Any:
 
 def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
     """Return packed heads with 0 for all but one of them."""
-    return x if plan.packed == 1 else lanes.own(x, plan.value_size, head)
+    return x if plan.packed == 1 else packed_heads.own(x, plan.value_size, head)
 
 
 def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
@@ -244,9 +244,8 @@ def values_of(
 def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
     """The values of a head, and `other` in the lanes beside them."""
     if plan.packed > 1:
-        return jnp.where(
-            lanes.is_own(x.shape, plan.value_size, head), x, jnp.asarray(other, x.dtype)
-        )
+        own = packed_heads.is_own(x.shape, plan.value_size, head)
+        return jnp.where(own, x, jnp.asarray(other, x.dtype))
     tile = jnp.broadcast_to(jnp.asarray(other, x.dtype), (x.shape[0], LANES))
     return jnp.concatenate([x, tile], axis=1)
 

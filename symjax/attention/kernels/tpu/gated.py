@@ -3,8 +3,8 @@
 Both pass over chunks of 128 tokens, forward and back. The state of a head stays in
 VMEM, values × features, so that what decays by channel lies along lanes. The state
 before each chunk is saved for the backward pass, in the dtype of the products.
-`decays.py` has the decays of pairs and states. Heads lie in tiles (`lanes.py`); the
-states of packed heads are one block-diagonal matrix.
+`decays.py` has the decays of pairs and states. Heads lie in tiles (`packed_heads.py`);
+the states of packed heads are one block-diagonal matrix.
 
 The tokens of a chunk of the delta rule write u, with (I + A) u = β (v − k S). The
 inverse of that unit-triangular matrix comes from blocks of 2, 4, … 128 rows, each from
@@ -44,7 +44,7 @@ from symjax.attention.kernels.tpu.decays import (
     scores_of,
     through_pairs,
 )
-from symjax.attention.kernels.tpu.lanes import in_lanes, of_heads, own
+from symjax.attention.kernels.tpu.packed_heads import in_lanes, of_heads, own
 from symjax.attention.kernels.tpu.tiles import (
     ACROSS,
     PLAIN,

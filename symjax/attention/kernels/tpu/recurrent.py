@@ -35,7 +35,7 @@ from symjax.attention.kernels.tpu.chunks import (
 from symjax.attention.kernels.tpu.decays import PARTS, constants
 from symjax.attention.kernels.tpu.features import EMPTY, PERFORMER, FeatureOperands
 from symjax.attention.kernels.tpu.gated import DECAY, DELTA, GatedOperands
-from symjax.attention.kernels.tpu.lanes import apart, summed_apart
+from symjax.attention.kernels.tpu.packed_heads import unpack_gradient, unpack_heads
 from symjax.attention.kernels.tpu.tiles import LANES, LOG2E
 
 Fallback = Callable[[Tokens, Any], Array]
@@ -208,14 +208,14 @@ _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _rows(plan: ChunkPlan, output: Array, given: Inputs) -> Float[Array, "B T N V"]:
-    rows = apart(output, plan.heads, given.value)
+    rows = unpack_heads(output, plan.heads, given.value)
     return rows.astype(given.value.dtype)
 
 
 def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
     """Return what a kernel gives for an operand as the gradient of its array."""
     if like.ndim == 4:
-        return summed_apart(x, plan.heads, like)
+        return unpack_gradient(x, plan.heads, like)
     return _summed_from_tiles(plan, x, like)
 
 

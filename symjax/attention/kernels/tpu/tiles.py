@@ -22,7 +22,7 @@ def even(length: int, limit: int, unit: int = LANES) -> int:
     return -(-length // (-(-length // limit) * unit)) * unit
 
 
-def in_lanes(width: int, size: int, index: Callable) -> pl.BlockSpec:
+def head_blocks(width: int, size: int, index: Callable) -> pl.BlockSpec:
     """Return the blocks of an array [B T heads·width]."""
 
     def place(*at):

@@ -1,4 +1,4 @@
-"""Heads next to each other in tiles of 128 lanes, in the layout of the projections.
+"""Packed heads: several heads in one tile of 128 lanes, as the projections lay them.
 
 A tile holds two heads of 64 numbers, or four heads of 32. To multiply one head, the
 other heads of its tile are set to 0. So a NaN in one head reaches the other heads of
@@ -21,7 +21,7 @@ def heads_in_a_tile(heads: int, size: int, value_size: int) -> int:
     return packed if fits else 1
 
 
-def side_by_side(
+def pack_heads(
     x: Float[Array, "B T K h"], heads: int, length: int, size: int
 ) -> Float[Array, "B length heads*size"]:
     """Return heads in lanes, one per query head; time and heads are padded with 0."""
@@ -31,20 +31,20 @@ def side_by_side(
     return x.reshape(*x.shape[:2], -1)
 
 
-def apart(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
+def unpack_heads(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
     """Return [B T heads h], with the length and size of `like`: the inverse."""
     x = x.reshape(*x.shape[:2], heads, -1)
     return x[:, : like.shape[1], :, : like.shape[3]]
 
 
-def summed_apart(
+def unpack_gradient(
     x: Float[Array, "B length W"], heads: int, like: Float[Array, "B T K h"]
 ) -> Float[Array, "B T K h"]:
-    """Return the gradient of `like` from the gradient of `side_by_side`.
+    """Return the gradient of `like` from the gradient of `pack_heads`.
 
     The gradient of a key head is the sum over its query heads.
     """
-    parts = apart(x, heads, like)
+    parts = unpack_heads(x, heads, like)
     parts = parts.reshape(*like.shape[:3], -1, like.shape[3])
     return parts.sum(axis=3).astype(like.dtype)
 

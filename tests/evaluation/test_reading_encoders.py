@@ -171,6 +171,7 @@ def test_entropy_of_uniform_attention_is_ln_n_of_the_keys_that_exist(even):
 def test_uniform_attention_by_hand(even, monkeypatch):
     """Means over all 27 rows of a window of 11 tokens and one of 16."""
     monkeypatch.setattr(approximation, "FEATURES", (16,))
+    monkeypatch.setattr(approximation, "KINDS", ("positive",))
     for row in measure(even, "self_share").values["self_share"]:
         assert row["mean"] == pytest.approx(2 / 27)
         assert row["mean"] == pytest.approx(row["uniform"])

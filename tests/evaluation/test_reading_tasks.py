@@ -193,25 +193,107 @@ def test_log_n_hurts_an_average_as_much_as_its_formula_says():
         assert row["majority_on"] > row["majority_off"] > 0
 
 
+def estimated_map(kind, query, key, rows, statistics, visible):
+    """Return the map [N T T] of random features by their formulas, in float64."""
+    query, key = (x / x.shape[-1] ** 0.25 for x in (query, key))
+    offset = 0
+    if statistics is not None:
+        a, b = (np.float64(x) for x in statistics)
+        rows, offset = rows @ b, (rows**2) @ a
+    projected = query @ rows.T + offset, key @ rows.T + offset
+    lengths = [(x**2).sum(axis=-1, keepdims=True) / 2 for x in (query, key)]
+    if kind == "hyperbolic":
+        projected = [np.concatenate([x, -x], axis=-1) for x in projected]
+    if kind == "trigonometric":
+        waves = [np.concatenate([np.cos(x), np.sin(x)], axis=-1) for x in projected]
+        features = [x * np.exp(y) for x, y in zip(waves, lengths, strict=True)]
+    else:
+        features = [np.exp(x - y) for x, y in zip(projected, lengths, strict=True)]
+    products = np.where(visible, features[0] @ np.swapaxes(features[1], -1, -2), 0)
+    return products / products.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("kind", approximation.KINDS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_errors_of_features_are_those_of_their_definition(causal):
+def test_errors_of_features_are_those_of_their_definition(kind, causal):
     rng = np.random.default_rng(0)
     query, key, value = rng.normal(size=(3, 2, 9, 4)) * 0.7
-    projection = rng.normal(size=(8, 4))
-    given = query, key, projection
-    found = np.asarray(approximation.random_map("positive", *given, causal=causal))
-    pairs = oracles.seen(1, 9, 9, causal=causal)
-    places = [np.swapaxes(x, 0, 1)[None] for x in (query, key)]
-    products = oracles.performer_products(*places, projection)
-    units = np.broadcast_to(np.eye(9)[None, :, None], (1, 9, 2, 9))
-    wanted = oracles.weighted_mean(*products, units, pairs)[0].swapaxes(0, 1)
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    uniform = np.full((9, 9), 1 / 9)
+    heads = approximation.Heads(query, key, value, np.tile(uniform, (2, 1, 1)), uniform)
+    statistics = approximation.statistics_of(kind, heads)
+    projections = rng.normal(size=(3, 8, 4))
+    visible = oracles.seen(1, 9, 9, causal=causal)[0, 0]
+    wanted = np.stack(
+        [
+            estimated_map(kind, query, key, rows, statistics, visible)
+            for rows in projections
+        ]
+    )
+    given = kind, query, key, projections, statistics
+    found = np.asarray(approximation.random_maps(*given, causal=causal))
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    differences = wanted - heads.exact
+    by_hand = [
+        [
+            np.mean([np.linalg.norm(x) for x in of_heads]) / np.linalg.norm(uniform)
+            for of_heads in differences
+        ],
+        [
+            np.mean(
+                [
+                    np.linalg.norm(x @ v) / np.linalg.norm(uniform @ v)
+                    for x, v in zip(of_heads, value, strict=True)
+                ]
+            )
+            for of_heads in differences
+        ],
+    ]
+    options = kind, projections, statistics
+    errors = approximation.random_errors(heads, *options, causal=causal)
+    np.testing.assert_allclose(errors, by_hand, rtol=1e-3)
     exact = approximation.exact_map(query, key, causal=causal)
     scores = np.einsum("nth,nsh->nts", query, key) / 2
-    by_hand = oracles.softmax_weights(scores, pairs[0, 0])
+    by_hand = oracles.softmax_weights(scores, visible)
     np.testing.assert_allclose(exact, by_hand, atol=1e-12)
     assert not approximation.errors(exact, exact, value).any()
     np.testing.assert_allclose(approximation.errors(3 * exact, exact, value), 2)
+
+
+def test_all_features_are_compared_with_standard_errors(trained, monkeypatch):
+    monkeypatch.setattr(approximation, "FEATURES", (4, 8))
+    monkeypatch.setattr(approximation, "DRAWS", 5)
+    monkeypatch.setattr(approximation, "KINDS", ("trigonometric", "favor#"))
+    drawn = {}
+    measured = approximation.random_errors
+
+    def remember(heads, kind, projections, *rest, **more):
+        found = measured(heads, kind, projections, *rest, **more)
+        drawn.setdefault((kind, projections.shape[1]), []).append(found)
+        return found
+
+    monkeypatch.setattr(approximation, "random_errors", remember)
+    finding = measure(trained, "approximation")
+    rows = finding.values["approximation"]["random"]
+    assert [(row["features"], row["count"], row["rows"]) for row in rows] == [
+        (kind, count, rows)
+        for kind in ("trigonometric", "favor#")
+        for count in (4, 8)
+        for rows in ("orthogonal", "independent")
+    ]
+    for i, row in enumerate(rows):
+        layers = drawn[row["features"], row["count"]][2 * (i % 2) :][:2]
+        means = np.mean(layers, axis=0)  # over layers, of each draw
+        assert means.shape == (2, 5)
+        for name, values in zip(("map", "output"), means, strict=True):
+            assert row[name] == pytest.approx(np.mean(values))
+            error = np.sqrt(np.var(values) * 5 / 4 / 5)
+            assert row[f"{name}_se"] == pytest.approx(error)
+    for figure, which in zip(
+        finding.figures, ("orthogonal", "independent"), strict=True
+    ):
+        errors = [x["output"] for x in rows if x["rows"] == which][2:]
+        np.testing.assert_allclose(figure.series["favor#"][1], errors)
+        np.testing.assert_allclose(np.mean(figure.bands["favor#"], axis=0), errors)
 
 
 def test_slopes_are_the_derivatives_of_weights():

@@ -7,10 +7,16 @@ relative, in Frobenius norms, and means over heads:
     error of the output  |(Â − A) V| / |A V|
 
 There are two tables. The first replaces the attention of the model by random features
-of its own queries and keys: 16, 64, 256, 1024 features from orthogonal and from
-independent projections, on one held-out window. The second measures the layers of the
+of its own queries and keys: all kinds of features that estimate softmax, 16, 64, 256,
+1024 of them, from orthogonal and from independent projections, on one held-out window.
+Its numbers are means over 64 draws of the projection, with their standard errors. The
+statistics of FAVOR++ and FAVOR# are those of the queries and keys of each layer on
+another held-out window, if there is one. The second table measures the layers of the
 model that use features themselves, on a few windows (`reading`). The reference is the
 uniform average of the visible keys: an error above it is worse than averaging.
+
+Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, orthogonal);
+Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++), 2023, arXiv:2302.00787 (FAVOR#).
 """
 
 from functools import partial
@@ -37,7 +43,9 @@ from symjax.layers.parts.table import part_of
 from symjax.models.build import attentions
 
 FEATURES = (16, 64, 256, 1024)  # numbers of random features
-DRAWS = 4  # projections drawn for each row of the table
+KINDS = ("positive", "hyperbolic", "trigonometric", "favor++", "favor#")
+DRAWS = 64  # projections drawn for each row of the table
+LARGEST = 2.0  # the largest error in figures; trigonometric features reach 70
 LONGEST = 128  # tokens of the window of random features
 
 Maps = Float[np.ndarray, "N T T"]
@@ -75,44 +83,77 @@ def approximation(run: LoadedRun, options: Options) -> Result:
     """Measure the errors of the module docstring: random features, then own layers."""
     causal = config.is_causal(run.config.model)
     own = _errors_of_layers(run, options)
-    rows = heldout_rows(run, options)
-    longest, _ = max(rows, key=lambda row: (row[0] >= 0).sum())
-    layers = read(run.model(), longest)
-    layers = [heads_of(layer, causal=causal, length=LONGEST) for layer in layers]
-    references = [errors(heads.uniform, heads.exact, heads.value) for heads in layers]
+    windows = [inputs for inputs, _ in heldout_rows(run, options)]
+    windows = sorted(windows, key=lambda inputs: -(inputs >= 0).sum())
+    layers, others = (read(run.model(), x) for x in (windows[0], windows[:2][-1]))
+    heads = [heads_of(layer, causal=causal, length=LONGEST) for layer in layers]
+    samples = [heads_of(layer, causal=causal) for layer in others]
+    references = [errors(x.uniform, x.exact, x.value) for x in heads]
     uniform = np.mean(references, axis=0).tolist()
-    rows = []
-    tried = [(kind, count) for kind in random_kinds(run) for count in FEATURES]
+    rows, sizes = [], (heads[0].query.shape[-1], options.seed)
+    tried = [(kind, count) for kind in KINDS for count in FEATURES]
     for kind, count in progress(tried, "random features"):
+        statistics = [statistics_of(kind, sample) for sample in samples]
         for draw in ("orthogonal", "independent"):
-            of_draws = [
-                random_errors(heads, kind, count, draw, options.seed + i, causal=causal)
-                for i in range(DRAWS)
-                for heads in layers
+            projections = drawn_projections(draw, count, *sizes)
+            of_layers = [
+                random_errors(x, kind, projections, y, causal=causal)
+                for x, y in zip(heads, statistics, strict=True)
             ]
-            of_map, of_output = np.mean(of_draws, axis=0).tolist()
             row = {"features": kind, "count": count, "rows": draw}
-            rows.append(row | {"map": of_map, "output": of_output})
-    columns = ("features", "count", "rows", "error of map", "error of output")
+            rows.append(row | _mean_and_error(np.mean(of_layers, axis=0)))
+    measured = ("error of map", "± map", "error of output", "± output")
+    columns = ("features", "count", "rows", *measured)
     cells = [tuple(row.values()) for row in rows]
-    cells.append(("uniform average", None, None, *uniform))
+    cells.append(("uniform average", None, None, uniform[0], None, uniform[1], None))
     tables = [Table("approximation", columns, cells)]
     text = [
         "relative errors against softmax of the model's own queries and keys;",
-        f"random features on one window of at most {LONGEST} tokens, {DRAWS} draws",
+        f"random features on one window of at most {LONGEST} tokens: means over "
+        f"{DRAWS} draws ± standard errors",
     ]
     if own:
         measured = ("map", "output", "map if uniform", "output if uniform")
         columns = ("layer", "mechanism", *measured)
         tables.append(table("approximation_own", columns, own))
         text.append("second table: the model's own features")
-    points = [(f"{x['features']}, {x['rows']}", x["count"], x["output"]) for x in rows]
-    points += [("uniform average", n, uniform[1]) for n in (FEATURES[0], FEATURES[-1])]
-    label, curves = "error of the output", series(points)
-    title = "Random features against exact softmax, the model's own queries and keys"
-    figure = Lines("approximation", "features", label, curves, log_x=True, title=title)
     values = {"own": own, "random": rows, "uniform": uniform}
-    return Result({"approximation": values}, text, tuple(tables), (figure,))
+    figures = (
+        _figure(values, "approximation", "orthogonal"),
+        _figure(values, "approximation_independent", "independent"),
+    )
+    return Result({"approximation": values}, text, tuple(tables), figures)
+
+
+def _mean_and_error(of_draws: Float[np.ndarray, "2 D"]) -> dict[str, float]:
+    """Return the means over draws of both errors, and their standard errors."""
+    count = of_draws.shape[1]
+    spread = of_draws.std(axis=1, ddof=1) if count > 1 else np.full(2, np.nan)
+    named = zip(("map", "output"), of_draws.mean(axis=1), spread, strict=True)
+    return {
+        key: float(number)
+        for name, mean, deviation in named
+        for key, number in ((name, mean), (f"{name}_se", deviation / count**0.5))
+    }
+
+
+def _figure(values: dict[str, Any], name: str, rows: str) -> Lines:
+    """Return the curves of the error of the output, with bands of ± standard errors.
+
+    Curves end where the error exceeds `LARGEST`.
+    """
+    points, edges = [], []
+    for row in values["random"]:
+        mean, error = row["output"], row["output_se"]
+        if row["rows"] == rows and mean <= LARGEST:
+            points.append((row["features"], row["count"], mean))
+            edges.append((row["features"], mean - error, mean + error))
+    ends = FEATURES[0], FEATURES[-1]
+    points += [("uniform average", count, values["uniform"][1]) for count in ends]
+    label, curves = "error of the output", series(points)
+    title = f"Features of {rows} rows against exact softmax; errors up to {LARGEST:.0f}"
+    options = {"log_x": True, "title": title, "bands": series(edges)}
+    return Lines(name, "features", label, curves, **options)
 
 
 def _errors_of_layers(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
@@ -136,51 +177,66 @@ def _errors_of_layers(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
     ]
 
 
-def random_kinds(run: LoadedRun) -> list[str]:
-    """Return the kinds of random features to try.
-
-    If the model uses random features, they are of its own kind.
-    """
-    names = [layer.mixer.mechanism for layer in attentions(run.model())]
-    if not any(map(_is_random, names)):
-        return ["positive", "hyperbolic"]
-    return [run.config.model.attention.features or "positive"]
-
-
 def _is_random(mechanism: str) -> bool:
     """Return whether a mechanism uses random features."""
     return "projection" in attention.MECHANISMS[mechanism].operands
 
 
-def random_errors(
-    heads: Heads, kind: str, count: int, draw: str, seed: int, *, causal: bool
-) -> Float[np.ndarray, "2"]:
-    """Return the errors of map and output for a new projection of `count` rows."""
-    rng, size = jax.random.key(seed), heads.query.shape[-1]
+def statistics_of(kind: str, sample: Heads) -> attention.Statistics | None:
+    """Return the statistics of a sample for FAVOR++ or FAVOR#, None for other kinds."""
+    if not kind.startswith("favor"):
+        return None
+    pair = jnp.asarray(sample.query), jnp.asarray(sample.key)
+    return attention.favor_statistics(*pair, kind=kind)
+
+
+def drawn_projections(
+    draw: str, count: int, size: int, seed: int
+) -> Float[jax.Array, "D M H"]:
+    """Return `DRAWS` projections of `count` orthogonal or independent rows."""
+    rngs = [jax.random.key(seed + i) for i in range(DRAWS)]
     if draw == "orthogonal":
-        projection = attention.orthogonal_projection(rng, count, size)
+        drawn = [attention.orthogonal_projection(rng, count, size) for rng in rngs]
     else:
-        projection = jax.random.normal(rng, (count, size))
-    estimate = random_map(kind, heads.query, heads.key, projection, causal=causal)
-    return errors(np.asarray(estimate), heads.exact, heads.value)
+        drawn = [jax.random.normal(rng, (count, size)) for rng in rngs]
+    return jnp.stack(drawn)
+
+
+def random_errors(
+    heads: Heads,
+    kind: str,
+    projections: Float[jax.Array, "D M H"],
+    statistics: attention.Statistics | None = None,
+    *,
+    causal: bool,
+) -> Float[np.ndarray, "2 D"]:
+    """Return the errors of map and output for each projection, means over heads."""
+    pair = heads.query, heads.key
+    maps = random_maps(kind, *pair, projections, statistics, causal=causal)
+    return errors(np.asarray(maps), heads.exact, heads.value)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="causal")
-def random_map(
+def random_maps(
     kind: str,
     query: Float[jax.Array, "N T H"],
     key: Float[jax.Array, "N T H"],
-    projection: Float[jax.Array, "M H"],
+    projections: Float[jax.Array, "D M H"],
+    statistics: attention.Statistics | None = None,
     *,
     causal: bool,
-) -> Float[jax.Array, "N T T"]:
-    """Return the attention map of random features: their output for unit vectors."""
+) -> Float[jax.Array, "D N T T"]:
+    """Return the attention maps of random features: their output for unit vectors."""
     heads, length, _ = query.shape
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], (1, length, heads, length))
     query, key = (jnp.swapaxes(x, 0, 1)[None] for x in (query, key))
     attend = attention.performer_causal if causal else attention.performer
-    rows = attend(query, key, units, projection, features=kind)
-    return jnp.swapaxes(rows[0], 0, 1)
+
+    def estimate(projection: Float[jax.Array, "M H"]) -> Float[jax.Array, "N T T"]:
+        options = {"features": kind, "statistics": statistics}
+        return jnp.swapaxes(attend(query, key, units, projection, **options)[0], 0, 1)
+
+    return jax.lax.map(estimate, projections)
 
 
 def exact_map(
@@ -196,17 +252,17 @@ def exact_map(
 
 
 def errors(
-    estimate: Float[np.ndarray, "*N T T"],
+    estimate: Float[np.ndarray, "*D N T T"],
     exact: Maps,
     value: Float[np.ndarray, "N T V"],
-) -> Float[np.ndarray, "2"]:
+) -> Float[np.ndarray, "2 *D"]:
     """Return |Â − A|/|A| and |(Â − A) V|/|A V| in Frobenius norms, means over heads."""
 
-    def relative(difference: np.ndarray, reference: np.ndarray) -> float:
-        sizes = [np.linalg.norm(x, axis=(1, 2)) for x in (difference, reference)]
-        return float((sizes[0] / np.where(sizes[1] == 0, 1, sizes[1])).mean())
+    def relative(difference: np.ndarray, reference: np.ndarray) -> np.ndarray:
+        sizes = [np.linalg.norm(x, axis=(-2, -1)) for x in (difference, reference)]
+        return (sizes[0] / np.where(sizes[1] == 0, 1, sizes[1])).mean(axis=-1)
 
     difference = estimate - exact
-    return np.array(
+    return np.stack(
         [relative(difference, exact), relative(difference @ value, exact @ value)]
     )

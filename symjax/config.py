@@ -133,6 +133,12 @@ class Attention(Keys):
         "and head",
         ("none", "v1", "v2"),
     )
+    signals: int = key(
+        1,
+        "differential v1: number of heads that share one noise map A₂ (grouped "
+        "differential attention); each has its own signal map A₁",
+        least=1,
+    )
     depth_offset: int = key(
         0, "depth of the first layer in λ_init = 0.8 − 0.6 exp(−0.3 depth)", least=0
     )
@@ -672,6 +678,8 @@ def attention_of(model: Model) -> str:
     for name in ("symmetric", "differential"):
         if (value := getattr(chosen, name)) != "none":
             words.append(f"{name} {value}")
+    if chosen.signals > 1:
+        words[-1] += f" with {chosen.signals} signals"
     return ", ".join(words)
 
 

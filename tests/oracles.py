@@ -258,23 +258,31 @@ def differential(
     lam,
     pairs,
     *,
+    signals=1,
     weights=softmax_weights,
     bias=None,
     module=np,
     **options,
 ):
-    """Compute differential V1 head by head, with the keys and values of its group."""
-    heads = query.shape[2] // 2
+    """Compute differential V1 head by head, with the keys and values of its group.
+
+    Every `signals` heads share a noise map, whose query and key follow theirs.
+    """
+    groups = query.shape[2] // (signals + 1)
+    heads, kv_heads = signals * groups, value.shape[2]
+    # Signal keys before each noise key; value heads are those of signal keys.
+    shared = kv_heads // (key.shape[2] - kv_heads)
     outputs = []
     for n in range(heads):
-        group = n * value.shape[2] // heads
-        own = slice(n, n + 1)
+        noise, group = n // signals, n * kv_heads // heads
+        first, first_key = noise * (signals + 1), group // shared * (shared + 1)
+        own = slice(noise, noise + 1)
         head_bias = bias if bias is None or bias.shape[1] == 1 else bias[:, own]
         one, two = (
             weights(
                 scores(
-                    query[:, :, [2 * n + branch]],
-                    key[:, :, [2 * group + branch]],
+                    query[:, :, [first + query_head]],
+                    key[:, :, [first_key + key_head]],
                     pairs[:, own],
                     bias=head_bias,
                     module=module,
@@ -283,7 +291,10 @@ def differential(
                 pairs[:, own],
                 module,
             )
-            for branch in (0, 1)
+            for query_head, key_head in (
+                (n % signals, group % shared),
+                (signals, shared),
+            )
         )
         combined = (one - lam[n] * two)[:, 0]
         outputs.append(module.einsum("bts,bsv->btv", combined, value[:, :, group]))

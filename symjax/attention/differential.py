@@ -19,10 +19,13 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import (
     as_array,
     check_arrays,
+    check_count,
     check_floating,
     check_function,
+    check_groups,
     check_number,
 )
+from symjax.attention.core.operands import in_pairs, signal_keys
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
 
@@ -74,6 +77,7 @@ def differential(
     value: Float[Array, "B S K V"],
     lam: Float[Array, "*N"] | float,
     *,
+    signals: int = 1,
     attend: Callable = softmax,
     **options,
 ):
@@ -83,34 +87,41 @@ def differential(
     branch 2. With grouped key/value heads, branch b of head n uses key branch b of its
     group. The norm over each head and the factor 1 − λ_init belong to the layer.
 
+    Grouped differential attention has `signals` = r > 1: r consecutive heads share one
+    noise map A₂, and each has its signal map A₁ and its λ. There are N/r noise heads,
+    so query is [B T N(1 + 1/r) H]. Every group of r signal heads is followed by its
+    noise head. Keys have a signal key for each of the K value heads, and min(K, N/r)
+    noise keys. They are ordered alike: equal groups of signal keys, each followed by
+    its noise key. With K ≤ N/r, key is [B S 2K H] as with r = 1; with K = N, each query
+    head has its own key.
+
     Without a kernel, a score mechanism subtracts the two maps block by block and
     multiplies the values once. That takes 1.1–1.4 times as long as softmax with the
-    same number of parameters (N heads of twice the size). Kernels subtract the two
-    outputs. All other mechanisms run once with twice the heads, and the two
-    outputs are subtracted; a recurrence then has a state per branch.
+    same number of parameters (N heads of twice the size). A noise map is computed once
+    for its group. Kernels subtract the two outputs. All other mechanisms run once with
+    twice the heads, and the two outputs are subtracted; a recurrence then has a state
+    per branch. Kernels and these mechanisms repeat a noise head for each signal head of
+    its group, at the cost of r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].
+        signals: r, number of signal heads before each noise head.
         attend: a mechanism with the arguments (query, key, value, **options). If it
             returns (output, state), so does this function.
-        options: options of `attend`; a mask or bias has N heads, or one for all.
+        options: options of `attend`. A mask or bias has one head per noise head [N/r],
+            or one for all; alibi and sink have one number per noise head. Log-decays
+            and the like have one per key head; they need 2K unless `attend` is a score
+            mechanism.
     Raises:
         ValueError: shapes that do not fit together, naming both.
-    Source: Ye et al. 2024, arXiv:2410.05258, equation 1.
+    Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
+        arXiv:2510.06949. Motif-2-12.7B has r = 4, K = N/r and this order of heads.
     """
     check_function("differential", attend)
+    check_count("differential", "signals", signals)
     check_arrays("differential", query=query, key=key, value=value)
-    heads = query.shape[2] // 2
-    if query.shape[2] % 2 or key.shape[2] != 2 * value.shape[2]:
-        raise ValueError(
-            "differential: two query and two key heads are needed for each head, got "
-            f"query {query.shape}, key {key.shape}, value {value.shape}"
-        )
-    if heads % value.shape[2]:
-        raise ValueError(
-            "differential: query heads must be a multiple of value heads, got query "
-            f"{query.shape} and value {value.shape}"
-        )
+    check_groups("differential", query, key, value, signals)
+    heads = query.shape[2] // (signals + 1) * signals
     lam = as_array("differential", "lam", lam)
     if lam.shape not in ((), (heads,)):
         raise ValueError(
@@ -118,7 +129,7 @@ def differential(
             f"{(heads,)} of query {query.shape}, got {lam.shape}"
         )
     lam = jnp.broadcast_to(lam, (1, 1, heads))
-    return _difference(query, key, value, lam, attend, options)
+    return _difference(query, key, value, lam, attend, options, signals=signals)
 
 
 def differential_v2(
@@ -167,21 +178,33 @@ def differential_v2(
 
 
 def _difference(
-    query: Array, key: Array, value: Array, lam: Array, attend: Callable, options: dict
+    query: Array,
+    key: Array,
+    value: Array,
+    lam: Array,
+    attend: Callable,
+    options: dict,
+    *,
+    signals: int = 1,
 ):
-    """Return sub-heads 2n − λ[n] · sub-heads 2n+1.
+    """Return the signal heads minus λ times the noise heads.
 
     A key head belongs to one branch (V1) or to both (V2).
     """
     if isinstance(attend, partial) and not attend.args:
         attend, options = attend.func, {**attend.keywords, **options}
     if isinstance(attend, ScoreMechanism):
-        return attend(query, key, value, lam=lam, **options)
+        return attend(query, key, value, lam=lam, signals=signals, **options)
+    differing = _options_by_head(options, query, signals)
+    if signals > 1:
+        query = in_pairs(query, signals)
+        key = in_pairs(key, signal_keys(key.shape[2], value.shape[2]))
     # Query heads of one key head must be adjacent; there are (k p) key heads, or k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"
-    for name, array in _options_by_head(options, query).items():
+    for name, array in differing.items():
+        array = jnp.repeat(array, signals, axis=1)
         array = repeat(array, f"b (k g) t s -> b {order} t s", **groups)
         by_head = name in ("alibi", "sink")
         options = {**options, name: array.ravel() if by_head else array}
@@ -196,9 +219,9 @@ def _difference(
     return (mixed, *state) if state else mixed
 
 
-def _options_by_head(options: dict, query: Array) -> dict[str, Array]:
-    """Return the options that differ by head, as [B N T S]; sub-heads share them."""
-    heads, differing = query.shape[2] // 2, {}
+def _options_by_head(options: dict, query: Array, signals: int) -> dict[str, Array]:
+    """Return the options that differ by noise head, as [B N/r T S]."""
+    heads, differing = query.shape[2] // (signals + 1), {}
     for name in ("mask", "bias", "alibi", "sink"):
         array = options.get(name)
         if array is None or array.ndim not in (1, 4):
@@ -207,8 +230,8 @@ def _options_by_head(options: dict, query: Array) -> dict[str, Array]:
             array = array[None, :, None, None]
         if array.shape[1] not in (1, heads):
             raise ValueError(
-                f"{name} must have one head or {heads}, as many as half of query "
-                f"{query.shape}, got {array.shape}"
+                f"{name} must have one head or {heads}, as many as noise heads in "
+                f"query {query.shape}, got {array.shape}"
             )
         differing |= {name: array} if array.shape[1] > 1 else {}
     return differing

@@ -1,7 +1,7 @@
 """Execution of a layer's mechanism: over whole rows, or token by token with a cache."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
+from symjax.attention.core.operands import in_pairs, signal_keys
 from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.layers.validate import SHARED, gated_sizes, mechanism_options, sizes
 
 SMALLEST_READ = 256  # the least length of the part of a cache that is read
+OF_KEYS = ("BSK", "BTK")  # axes of operands with an entry per key head
 CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token lacks
 
 
@@ -37,6 +39,7 @@ class Mixer:
     Attributes:
         options: (name, value) of each option of the mechanism; hashable, as jit needs.
         differential: combination of the maps of two branches: none, v1 or v2.
+        signals: number of heads that share a noise map; 1 unless differential is v1.
         alibi: add a bias to the scores that falls with distance.
         shared: values are what keys are made of, so that a cache holds values alone.
         dtype: of cached keys and values.
@@ -50,10 +53,20 @@ class Mixer:
     differential: str = "none"
     alibi: bool = False
     shared: bool = False
+    signals: int = 1
 
     @property
     def form(self) -> attention.Mechanism:
         return attention.MECHANISMS[self.mechanism]
+
+    @property
+    def computed(self) -> Sizes:
+        """The sizes that are computed: only score mechanisms share noise maps.
+
+        All other mechanisms repeat noise heads, and have a state for each signal head.
+        """
+        shares = self.signals == 1 or self.form.implementations
+        return self.sizes if shares else self.sizes.with_pairs()
 
     def __call__(self, operands: dict[str, Operand]) -> Float[Array, "B T N V"]:
         """Return the output of attention per head, before any norm.
@@ -97,7 +110,7 @@ class Mixer:
             arrays: other arguments of the mechanism's empty state.
         """
         size = head_size or self.sizes.head_size
-        keys, value_size = self.sizes.keys, self.sizes.value_size
+        keys, value_size = self.computed.keys, self.sizes.value_size
         if self.form.state is None:
             values = (batch, length, self.sizes.kv_heads, value_size)
             shape = batch, length, keys, size
@@ -197,14 +210,43 @@ class Mixer:
         axis: str | None = None,
     ) -> Any:
         """Call `function` for all heads, with differential maps and ALiBi if chosen."""
-        if self.alibi:
-            slopes = attention.alibi_slopes(self.sizes.heads)
-            operands = operands | {"alibi": Operand(slopes, "N")}
+        if self.computed is not self.sizes:
+            mixer, operands = self.with_pairs(operands)
+            return mixer._run(function, options, operands, output, axis)
+        operands = self._with_alibi(operands)
         if self.differential == "v1":
-            function = partial(attention.differential, attend=function)
+            branches = {"attend": function, "signals": self.signals}
+            function = partial(attention.differential, **branches)
         elif self.differential == "v2":
             function = partial(attention.differential_v2, attend=function)
         return per_device(partial(function, **options), operands, output, time=axis)
+
+    def _with_alibi(self, operands: dict[str, Operand]) -> dict[str, Operand]:
+        """Return a copy of the operands, with the slopes of ALiBi if it is chosen."""
+        if not self.alibi:
+            return dict(operands)
+        slopes = attention.alibi_slopes(self.sizes.groups)
+        return operands | {"alibi": Operand(slopes, "N")}
+
+    def with_pairs(
+        self, operands: dict[str, Operand]
+    ) -> tuple["Mixer", dict[str, Operand]]:
+        """Return mixer and operands with a noise head for each signal head.
+
+        They compute the same, as differential attention whose maps are not shared.
+        """
+        keys = signal_keys(self.sizes.keys, self.sizes.kv_heads)
+        operands = self._with_alibi(operands)
+        for name, operand in list(operands.items()):
+            if name == "query" or (operand.axes in OF_KEYS and name != "value"):
+                signals = self.signals if name == "query" else keys
+                paired = in_pairs(operand.array, signals)
+                operands[name] = operand._replace(array=paired)
+            elif operand.axes == "N":
+                repeated = jnp.repeat(operand.array, self.signals)
+                operands[name] = operand._replace(array=repeated)
+        sizes = self.sizes.with_pairs()
+        return replace(self, sizes=sizes, signals=1, alibi=False), operands
 
 
 def mixer_of(options: config.Model, depth: int) -> Mixer:
@@ -225,6 +267,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
         options.attention.differential,
         options.positions == "alibi",
         not gated and options.attention.symmetric in SHARED,
+        options.attention.signals,
     )
 
 

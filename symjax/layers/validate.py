@@ -16,6 +16,7 @@ OF_ATTENTION = (
     "symmetric",
     "key_size",
     "differential",
+    "signals",
     "depth_offset",
     "lambda_initial",
     "head_norm",
@@ -68,11 +69,38 @@ def sizes(options: config.Model) -> Sizes:
             f"model.attention.symmetric {chosen.symmetric!r} makes values of {size} "
             f"features from keys: model.attention.key_size {chosen.key_size} must be 0"
         )
-    branches = 1 if chosen.differential == "none" else 2
     key_size = chosen.key_size or size
+    if chosen.signals > 1:
+        queries, keys = _grouped_heads(heads, kv_heads, chosen.signals)
+        if chosen.symmetric in SHARED and keys != 2 * kv_heads:
+            raise ValueError(
+                f"model.attention.symmetric {chosen.symmetric!r} makes a value from a "
+                f"signal and a noise key: model.attention.signals {chosen.signals} "
+                f"leaves {keys - kv_heads} noise keys for {kv_heads} values"
+            )
+        return Sizes(heads, kv_heads, queries, keys, key_size, size * halves)
+    branches = 1 if chosen.differential == "none" else 2
     return Sizes(
         heads, kv_heads, heads * branches, kv_heads * halves, key_size, size * halves
     )
+
+
+def _grouped_heads(heads: int, kv_heads: int, signals: int) -> tuple[int, int]:
+    """Return the numbers of query and key heads if `signals` heads share a noise head.
+
+    Raises:
+        ValueError: heads that are no groups, naming the keys.
+    """
+    noise = heads // signals
+    shared = f"model.attention.signals {signals}"
+    if heads % signals:
+        raise ValueError(f"{shared} must divide model.heads {heads}")
+    if max(noise, kv_heads) % min(noise, kv_heads):
+        raise ValueError(
+            f"{shared} leaves {noise} noise heads of model.heads {heads}: "
+            f"model.kv_heads {kv_heads} must divide them or be a multiple"
+        )
+    return heads + noise, kv_heads + min(noise, kv_heads)
 
 
 def gated_sizes(options: config.Model) -> Sizes:
@@ -182,6 +210,7 @@ def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if a choice about λ or the norm of heads has no place in the model."""
     chosen = options.attention
     for key, value, unset in (
+        ("signals", chosen.signals, 1),
         ("depth_offset", chosen.depth_offset, 0),
         ("lambda_initial", chosen.lambda_initial, -1),
     ):

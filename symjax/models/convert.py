@@ -202,6 +202,12 @@ def _check(source: config.Model, target: config.Model) -> None:
             f"differential {before.differential!r} does not turn into "
             f"{after.differential!r}"
         )
+    shared = [(x.attention.signals, sizes(x).kv_heads) for x in (source, target)]
+    if before.signals != after.signals or (before.signals > 1 and len(set(shared)) > 1):
+        raise ValueError(
+            f"attention.signals {shared[0][0]} with {shared[0][1]} key/value heads "
+            f"does not turn into {shared[1][0]} with {shared[1][1]}"
+        )
     if before.short_convolution and after.differential != before.differential:
         raise ValueError(
             f"differential {after.differential!r} does not follow short convolutions "
@@ -271,7 +277,7 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
         layer["key"] = layer["query"]
         layer |= {key: layer[name] for name, key in OF_KEYS.items() if name in layer}
     if before.symmetric != "pairwise" == after.symmetric:
-        heads = target.heads * (2 if after.differential == "v1" else 1)
+        heads = sizes(target).queries
         size = layer["query"]["kernel"].shape[1] // heads
         layer["metric"] = jnp.broadcast_to(jnp.eye(size), (heads, size, size))
     combined = before.differential, after.differential

@@ -1,6 +1,7 @@
 """Floating-point operations of a model, by formula."""
 
 from collections import Counter
+from dataclasses import replace
 
 from symjax import config
 from symjax.layers.mixer import mixer_of
@@ -36,6 +37,7 @@ def forward_flops(options: config.Model, parameters: int) -> float:
 def attention_flops(options: config.Model, depth: int) -> float:
     """Return the operations per token of one layer's attention without projections."""
     mixer, chosen = mixer_of(options, depth), options.attention
+    mixer = replace(mixer, sizes=mixer.computed)
     part = part_of(mixer.mechanism)
     if part.flops is not None:
         return part.flops(mixer, chosen, options.length)

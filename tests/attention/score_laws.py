@@ -77,6 +77,18 @@ def _branches(length, keys):
     return (B, length, 2 * N, H), (B, keys, 2 * K, H), (B, keys, K, V), (N,)
 
 
+def _groups(length, keys):
+    """Two signal heads share a noise head: N noise heads, each with mask and bias."""
+    kept = (B, keys, 2 * K, H), (B, keys, K, V)
+    return (B, length, 3 * N, H), *kept, (2 * N,)
+
+
+def _groups_of_keys(length, keys):
+    """As `_groups`, with a signal key for each head and a noise key for two."""
+    kept = (B, keys, 3 * N, H), (B, keys, 2 * N, V)
+    return (B, length, 3 * N, H), *kept, (2 * N,)
+
+
 def _pairs_of_queries(length, keys):
     lam = (B, length, N)
     return (B, length, 2 * N, H), (B, keys, K, H), (B, keys, K, V), lam
@@ -129,6 +141,11 @@ OUTPUTS = DIFFERENTIAL._replace(
     attend=partial(attention.differential, attend=_without_row_weights),
     rounding=2**-7,  # the outputs of both branches are rounded, then subtracted
 )
+GROUPED = DIFFERENTIAL._replace(
+    attend=partial(attention.differential, signals=2),
+    definition=partial(oracles.differential, signals=2),
+    shapes=_groups,
+)
 SPARSE = Scored(attention.sparsemax, oracles.sparsemax, _pairs, 3)
 FORGETTING = Scored(forgetting, oracles.forgetting, _gated, 4)
 SINK = Scored(_with_sink, oracles.with_sink, _with_sinks, 3)
@@ -142,6 +159,11 @@ SCORED = {
     "rms": _symmetric_of("rms"),
     "differential": DIFFERENTIAL,
     "differential_outputs": OUTPUTS,
+    "grouped": GROUPED,
+    "grouped_keys": GROUPED._replace(shapes=_groups_of_keys),
+    "grouped_outputs": GROUPED._replace(
+        attend=partial(OUTPUTS.attend, signals=2), shapes=_groups_of_keys
+    ),
     "differential_v2": Scored(
         attention.differential_v2, oracles.differential_v2, _pairs_of_queries, 3
     ),
@@ -428,10 +450,10 @@ ENGINE = *MECHANISMS, "differential", *ADJUSTED
 LAWS = {
     it_equals_its_definition: SCORED,
     gradients_equal_those_of_the_definition: SCORED,
-    every_block_size_gives_the_whole: ENGINE,
+    every_block_size_gives_the_whole: (*ENGINE, "grouped"),
     queries_and_keys_may_differ_in_number: KEYED,
     a_mask_or_bias_may_have_any_broadcastable_shape: KEYED,
-    a_decoded_row_is_a_row_of_the_whole: ENGINE,
+    a_decoded_row_is_a_row_of_the_whole: (*ENGINE, "grouped"),
     the_future_changes_nothing: KINDS,
     hidden_keys_change_nothing: KINDS,
     a_row_without_keys_is_zero: KINDS,

@@ -1,5 +1,6 @@
 """λ, and differential attention over mechanisms with a state."""
 
+import re
 from functools import partial
 
 import jax
@@ -246,6 +247,81 @@ def test_lambda_of_each_head_belongs_to_its_head():
     first = attention.softmax(query[:, :, 0::2], key[:, :, 0::2], value)
     apart = np.abs(output - first).max(axis=(0, 1, 3)) > 1e-5
     np.testing.assert_array_equal(apart, LAMBDA != 0)
+
+
+# Shapes of query, key and value. 12 heads in groups of 3 have 4 noise heads.
+GROUPS = {
+    "no_group": ((B, T, 15, H), (B, T, 8, H), (B, T, 4, V)),
+    "noise_keys": ((B, T, 16, H), (B, T, 7, H), (B, T, 4, V)),
+    "split_values": ((B, T, 16, H), (B, T, 6, H), (B, T, 3, V)),
+    "values": ((B, T, 16, H), (B, T, 12, H), (B, T, 8, V)),
+}
+
+
+@pytest.mark.parametrize("shapes", GROUPS.values(), ids=GROUPS)
+def test_heads_that_are_no_groups_are_refused(shapes):
+    query, key, value = (np.ones(shape, np.float32) for shape in shapes)
+    named = ".*".join(map(re.escape, map(str, shapes)))
+    with pytest.raises(ValueError, match=f"differential: .*{named}"):
+        attention.differential(query, key, value, 0.5, signals=3)
+    with pytest.raises(ValueError, match=f"softmax: .*{named}"):
+        lam = np.full((1, 1, 1), 0.5, np.float32)
+        attention.softmax(query, key, value, lam=lam, signals=3)
+
+
+def test_a_group_has_one_mask_and_a_whole_number_of_signals():
+    query, key, value = single(SCORED["grouped"].arrays())[:3]
+    by_head = np.ones((1, 2 * N, T, T), bool)
+    with pytest.raises(ValueError, match=rf"mask must broadcast to \({B}, {N}, "):
+        attention.differential(query, key, value, 0.5, signals=2, mask=by_head)
+    with pytest.raises(ValueError, match="signals 2 needs lam, got None"):
+        attention.softmax(query, key, value, signals=2)
+    with pytest.raises(ValueError, match="signals must be an int, got 2.0"):
+        attention.differential(query, key, value, 0.5, signals=2.0)
+
+
+def test_grouped_linear_attention_has_a_state_for_each_signal_head(x64):
+    """It is what V1 is with the noise repeated, whole and token by token."""
+    query, key, value, lam = SCORED["grouped_keys"].arrays()
+    signal = [x.reshape(B, T, N, 3, H)[:, :, :, :2] for x in (query, key)]
+    noise = [x.reshape(B, T, N, 3, H)[:, :, :, 2:].repeat(2, 3) for x in (query, key)]
+    one, two = (
+        attention.linear_causal(*(x.reshape(B, T, 2 * N, H) for x in pair), value)
+        for pair in (signal, noise)
+    )
+    attend = partial(attention.linear_causal, chunk_size=CHUNK, return_state=True)
+    form = jitted(attention.differential, attend=attend, signals=2)
+    output, last = form(query, key, value, lam)
+    close(output, one - lam[None, None, :, None] * two, 1e-11)
+    _, state = form(*(x[:, :-1] for x in (query, key, value)), lam)
+    attend, now = partial(attention.linear_step, state), (query, key, value)
+    stepped, state = attention.differential(
+        *(x[:, -1:] for x in now), lam, attend=attend, signals=2
+    )
+    close(stepped, output[:, -1:], 1e-11)
+    close(state.sums, last.sums, 1e-11)
+
+
+def test_gates_and_sinks_are_those_of_repeated_noise_heads(x64):
+    """The gates of signal and noise keys, and a sink for each noise head."""
+    query, key, value, lam = SCORED["grouped_keys"].arrays()
+    rng = np.random.default_rng(3)
+    log_decay, sink = -np.exp(rng.normal(size=(B, T, 3 * N))), rng.normal(size=N)
+
+    def pairs(x):
+        groups = x.reshape(B, T, N, 3, *x.shape[3:])
+        noise = np.broadcast_to(groups[:, :, :, 2:], groups[:, :, :, :2].shape)
+        return np.stack([groups[:, :, :, :2], noise], 4).reshape(
+            B, T, 4 * N, *x.shape[3:]
+        )
+
+    shared = {"log_decay": log_decay, "sink": sink, "is_causal": True}
+    found = jitted(attention.differential, signals=2, **shared)(query, key, value, lam)
+    alone = {"log_decay": pairs(log_decay), "sink": sink.repeat(2), "is_causal": True}
+    wanted = jitted(attention.differential, **alone)(
+        pairs(query), pairs(key), value, lam
+    )
+    close(found, wanted, 1e-12)
 
 
 def test_vectors_of_lambda_of_different_lengths_are_refused():

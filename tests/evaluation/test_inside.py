@@ -38,6 +38,10 @@ CASES = {
         {"kv_heads": 2, "depth": 1},
         {"mechanism": "decay", "decay": "gated", "differential": "v1"},
     ),
+    "grouped": (
+        {"positions": "alibi"},
+        {"symmetric": "plain", "differential": "v1", "signals": 2},
+    ),
     "gated": ({"pattern": ("gau", "flash")}, {"chunk_size": 4}),
     "universal": ({"kind": "universal"}, {}),
 }
@@ -89,7 +93,7 @@ def test_maps_times_values_are_what_the_layers_put_out(seen):
 def test_a_differential_map_is_the_difference_of_its_branches(seen):
     name, _, layers = seen
     for layer in layers:
-        assert (layer.lam is not None) == (name in ("v1", "v2", "decay"))
+        assert (layer.lam is not None) == (name in ("v1", "v2", "decay", "grouped"))
         first, second = layer.branches[:, 0], layer.branches[:, -1]
         if layer.lam is None:
             assert layer.branches.shape[1] == 1
@@ -98,6 +102,9 @@ def test_a_differential_map_is_the_difference_of_its_branches(seen):
             lam = layer.lam.T[..., None]
             np.testing.assert_allclose(layer.map, first - lam * second, atol=2e-6)
             assert np.abs(first - second).max() > 1e-4
+        if name == "grouped":  # heads 0 and 1, and 2 and 3, share a noise map
+            np.testing.assert_array_equal(second[0::2], second[1::2])
+            assert np.abs(second[0] - second[2]).max() > 1e-4
         assert not np.triu(layer.branches, 1).any()
 
 

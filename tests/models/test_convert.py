@@ -350,6 +350,11 @@ def test_constants_are_carried_where_they_mean_the_same():
     [
         (model(), replace(MODEL, width=48), "width 24 do not fit one with 48"),
         (model(differential="v1"), model(), "'v1' does not turn into 'none'"),
+        (
+            model(differential="v1"),
+            model(differential="v1", signals=3),
+            "signals 1 with 3 key/value heads does not turn into 3 with 3",
+        ),
         (model(symmetric="pairwise"), model(), "'pairwise' does not turn into 'none'"),
         (model(), model(symmetric="kv"), "'none' does not turn into 'kv'"),
         (model(symmetric="kv"), model(symmetric="qkv"), "'kv' does not turn into"),

@@ -17,6 +17,7 @@ from symjax.models import transformer
 from symjax.models.cost import attention_flops
 
 LENGTH = 4096
+ATTENTION = "differential", "signals"
 
 
 def counted(function, *arrays) -> int:
@@ -55,7 +56,8 @@ def computed(equation):
 
 def both(mechanism: str, **changes) -> tuple[float, float]:
     """Return the FLOPs of one token by formula, and as counted."""
-    chosen = config.Attention(mechanism=mechanism)
+    of_attention = {x: changes.pop(x) for x in ATTENTION if x in changes}
+    chosen = config.Attention(mechanism=mechanism, **of_attention)
     options = config.Model(
         width=96, heads=3, length=LENGTH, attention=chosen, **changes
     )
@@ -80,6 +82,13 @@ def both(mechanism: str, **changes) -> tuple[float, float]:
 def test_over_all_keys_the_formula_counts_the_products(name):
     """A matrix function also takes H³ operations per head, which do not grow with T."""
     formula, found = both(name, kind="encoder", classes=2)
+    assert 0.9 < found / formula < 1.15
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear"])
+def test_noise_maps_are_counted_once_if_they_are_computed_once(name):
+    chosen = {"differential": "v1", "signals": 3}
+    formula, found = both(name, kind="encoder", classes=2, **chosen)
     assert 0.9 < found / formula < 1.15
 
 

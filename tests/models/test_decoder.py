@@ -59,6 +59,44 @@ def test_the_models_of_the_study_have_their_published_sizes(
     assert count(model) == parameters
 
 
+def test_a_noise_head_for_four_heads_saves_projections():
+    """Of 8 heads with branches of 16 features, 6 noise queries and keys are saved."""
+    chosen = (config.Attention(differential="v1", signals=x) for x in (1, 4))
+    options = [config.Model(vocabulary=65, attention=x) for x in chosen]
+    one, four = (
+        count(nnx.eval_shape(lambda x=x: Decoder(x, rngs=nnx.Rngs(0)))) for x in options
+    )
+    width, depth = options[0].width, options[0].depth
+    assert one - four == depth * 2 * 6 * 16 * (width + 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 4, "signals": 3}, "signals 3 must divide model.heads 4"),
+        (
+            {"heads": 12, "kv_heads": 4, "signals": 2, "head_size": 2},
+            "signals 2 leaves 6 noise heads of model.heads 12: model.kv_heads 4",
+        ),
+        (
+            {"heads": 4, "signals": 2, "differential": "v2"},
+            "signals 2 needs differential 'v1', but .* is 'v2'",
+        ),
+        (
+            {"heads": 4, "signals": 2, "symmetric": "qkv"},
+            "'qkv' makes a value from .* signals 2 leaves 2 noise keys for 4 values",
+        ),
+        (
+            {"heads": 4, "signals": 2, "mechanism": "decay"},
+            "'retention' has a rate for each key/value head: .* model.kv_heads=2",
+        ),
+    ],
+)
+def test_heads_that_cannot_share_noise_heads_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        small(**{"differential": "v1"} | changes)
+
+
 def test_lambda_vectors_and_projections_have_classes_of_their_own():
     model = small("performer", differential="v1", feature_count=16)
     # four vectors a layer; head size 24 / (3 heads · 2 branches)
@@ -115,13 +153,18 @@ OPTIONS = [
     {"key_size": 6, "positions": "rope", "differential": "v1", "head_norm": False},
     {"forget": "fox", "sink": True, "differential": "v1", "symmetric": "plain"},
     {"mechanism": "entmax15", "heads": 4, "kv_heads": 2, "forget": "mamba2"},
+    {"heads": 4, "differential": "v1", "signals": 2, "positions": "alibi"},
+    {"heads": 4, "mechanism": "delta", "decay": "gated", "differential": "v1"}
+    | {"signals": 4, "kv_heads": 1},
+    {"heads": 4, "kv_heads": 2, "symmetric": "kv", "differential": "v1", "signals": 2},
 ]
 
 
 # Every mechanism, and every option with its own code in decoding.
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [
-    OPTIONS[i] for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34)
+    OPTIONS[i]
+    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 36)
 ]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 

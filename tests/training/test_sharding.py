@@ -56,6 +56,7 @@ MODELS = {
         features="hedgehog",
         chunk_size=8,
     ),
+    "grouped": of("softmax", "linear", differential="v1", signals=2, chunk_size=8),
     "sparse": of("sparsemax", "entmax15", mask_self=True, forget="fox", sink=True),
     "flash": of("flash", "gau", chunk_size=3),
     "universal": replace(
@@ -131,6 +132,7 @@ OTHERS = ["ring", "decay", "sparse", "flash", "universal"]
     ("model", "shape"),
     [pytest.param(*DEFAULT[0], marks=pytest.mark.always), *DEFAULT[1:]]
     + slow("differential", "performer", "mixed", shapes=SHAPES)
+    + slow("grouped", shapes=["1x2x2x2"])
     + slow(*OTHERS, shapes=["2x2x2x1", "1x2x1x4", "1x1x2x4"]),
 )
 def test_every_mesh_trains_like_one_device(model, shape, capfd):

@@ -162,12 +162,19 @@ def check_arrays(who: str, **arrays: Array) -> None:
 
 
 def check_heads(
-    who: str, query: Array, key: Array, value: Array, *, branches: bool = False
+    who: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    branches: bool = False,
+    signals: int = 1,
 ) -> None:
     """Raise if shapes of query, key and value do not fit together, naming both.
 
     Args:
         branches: a value head may belong to several key heads.
+        signals: if above 1, the heads are groups, see `check_groups`.
     """
 
     def refuse(wanted: str, **two: Array) -> None:
@@ -180,12 +187,44 @@ def check_heads(
     if query.shape[3] == 0:
         refuse("query and key must have a size above 0", query=query, key=key)
     heads = key.shape[2] % value.shape[2] if branches else key.shape[2] - value.shape[2]
-    if key.shape[:2] != value.shape[:2] or heads:
+    if key.shape[:2] != value.shape[:2] or (heads and signals == 1):
         refuse(
             "key and value must agree in batch, time and heads", key=key, value=value
         )
-    if query.shape[2] % key.shape[2]:
+    if signals > 1:
+        check_groups(who, query, key, value, signals)
+    elif query.shape[2] % key.shape[2]:
         refuse("query heads must be a multiple of key heads", query=query, key=key)
+
+
+def check_groups(
+    who: str, query: Array, key: Array, value: Array, signals: int
+) -> None:
+    """Raise if heads are not groups of `signals` signal heads and one noise head.
+
+    Keys are groups too: a signal key for each value head, and a noise key for each
+    value head or for each noise head, whichever are fewer.
+
+    Raises:
+        ValueError: naming the shapes of query, key and value.
+    """
+    groups, values = query.shape[2] // (signals + 1), value.shape[2]
+    noise_keys = min(groups, values)
+    shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
+    wanted = "two query and two key heads are needed for each head"
+    if signals > 1:
+        wanted = (
+            f"{signals} signal heads and a noise head are needed in each group, with "
+            "a signal key for each value head and a noise key for each value head or "
+            "group"
+        )
+    if query.shape[2] % (signals + 1) or key.shape[2] != values + noise_keys:
+        raise ValueError(f"{who}: {wanted}, {shapes}")
+    if max(groups, values) % noise_keys or signals * groups % values:
+        raise ValueError(
+            f"{who}: value heads must divide the {signals * groups} heads and divide, "
+            f"or be a multiple of, the {groups} noise heads, {shapes}"
+        )
 
 
 def check_mask(who: str, mask: Array, key: Array) -> None:

@@ -71,20 +71,47 @@ class Operands(NamedTuple):
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
         return self._replace(query=query, key=key, value=value)
 
-    def branch(self, index: int) -> "Operands":
+    def branch(self, index: int, signals: int) -> "Operands":
         """Return the operands of one branch of all differential heads.
 
-        Branch 0 has the even query heads and their keys, branch 1 the odd ones. Values
+        Branch 0 has the signal heads and their keys, branch 1 the noise heads. Values
         and λ are those of both.
+
+        Args:
+            signals: number of signal heads before each noise head.
         """
 
-        def heads(x: Array | None) -> Array | None:
-            return x if x is None or x.shape[1] == 1 else x[:, index::2]
+        def heads(x: Array | None, signals: int = signals) -> Array | None:
+            if x is None or x.shape[1] == 1:
+                return x
+            if index == 1 or signals == 1:
+                return x[:, index * signals :: signals + 1]
+            groups = x.reshape(x.shape[0], -1, signals + 1, *x.shape[2:])
+            return groups[:, :, :-1].reshape(x.shape[0], -1, *x.shape[2:])
 
-        shared_keys = self.key.shape[1] == self.value.shape[1]
         return self._replace(
             query=heads(self.query),
-            key=self.key if shared_keys else heads(self.key),
+            key=heads(self.key, self.signal_keys) if self.signal_keys else self.key,
+            bias=heads(self.bias),
+            slopes=heads(self.slopes),
+            visibility=replace(self.visibility, mask=heads(self.visibility.mask)),
+            adjustment=jax.tree.map(heads, self.adjustment),
+        )
+
+    @property
+    def signal_keys(self) -> int:
+        """Number of signal keys before each noise key; 0 if branches share keys."""
+        return signal_keys(self.key.shape[1], self.value.shape[1])
+
+    def in_pairs(self, signals: int) -> "Operands":
+        """Return the operands with each noise head repeated for each signal head."""
+
+        def heads(x: Array | None, signals: int = signals) -> Any:
+            return x if x is None or x.shape[1] == 1 else in_pairs(x, signals, axis=1)
+
+        return self._replace(
+            query=heads(self.query),
+            key=heads(self.key, self.signal_keys) if self.signal_keys else self.key,
             bias=heads(self.bias),
             slopes=heads(self.slopes),
             visibility=replace(self.visibility, mask=heads(self.visibility.mask)),
@@ -138,6 +165,7 @@ class ScoreSettings(NamedTuple):
         dtypes: types in which keys and values are multiplied.
         block_rows, extents, few_keys: sizes of blocks; see the constants of
             `symjax.attention.scores.rows`.
+        signals: with λ, number of signal heads that share a noise head.
     """
 
     weights: RowWeights
@@ -149,12 +177,44 @@ class ScoreSettings(NamedTuple):
     block_rows: int
     extents: int
     few_keys: int
+    signals: int = 1
+
+
+def signal_keys(key_heads: int, value_heads: int) -> int:
+    """Return the number of signal keys before each noise key.
+
+    Each value head has a signal key, and the other key heads are noise keys. The result
+    is 0 if there are no others.
+    """
+    noise_keys = key_heads - value_heads
+    return value_heads // noise_keys if noise_keys else 0
+
+
+def in_pairs(x: Array, signals: int, *, axis: int = 2) -> Array:
+    """Return heads (signal, …, signal, noise) as (signal, noise, signal, noise, …).
+
+    N/r groups of r + 1 heads become 2N heads: each noise head is repeated for each
+    signal head of its group.
+
+    Args:
+        signals: r, the number of signal heads before each noise head.
+        axis: the axis of the heads.
+    """
+    if signals == 1:
+        return x
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    groups = jnp.moveaxis(x.reshape(*before, -1, signals + 1, *after), axis + 1, 0)
+    signal = groups[:-1]
+    pairs = jnp.stack([signal, jnp.broadcast_to(groups[-1:], signal.shape)], axis=1)
+    pairs = jnp.moveaxis(pairs, (0, 1), (axis + 1, axis + 2))
+    return pairs.reshape(*before, -1, *after)
 
 
 def rows_spec(operands: Operands) -> P:
     """Return the sharding of output rows, which is that of the queries.
 
-    If two query heads make one output head (`lam`), heads are sharded as in the values.
+    If the branches of a head make one output head (`lam`), heads are sharded as in the
+    values.
     """
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:

@@ -84,6 +84,35 @@ class KernelSource(NamedTuple):
         return getattr(module, self.class_name)(static)
 
 
+class RepeatedNoise(NamedTuple):
+    """Kernel that gets a noise head beside each signal head of differential attention.
+
+    A kernel computes pairs of maps. If r signal heads share a noise head, it computes
+    the map of the noise head r times.
+    """
+
+    kernel: Kernel
+    signals: int
+
+    def refusal(self, *arrays: Any) -> str | None:
+        (operands,) = arrays
+        return self.kernel.refusal(operands.in_pairs(self.signals))
+
+    def attend(self, *arrays: Any) -> Array:
+        operands, fallback = arrays
+        return self.kernel.attend(operands.in_pairs(self.signals), fallback)
+
+
+def _kernel_of_scores(
+    source: Callable[[Any], Kernel], settings: ScoreSettings
+) -> Kernel:
+    """Return a kernel of softmax, for any number of signal heads."""
+    kernel = source(settings._replace(signals=1))
+    if settings.signals == 1:
+        return kernel
+    return RepeatedNoise(kernel, settings.signals)
+
+
 # (family, platform) → kernels, the preferred one first.
 KERNELS: dict[tuple[str, str], tuple[KernelSource, ...]] = {
     ("softmax", "tpu"): (KernelSource("tpu.attention", "TpuSoftmax", "tpu"),),
@@ -147,7 +176,7 @@ def run_scores(
     if operands.query.shape[2] >= TILE:
         for platform, source in _sources("softmax"):
             if source.implementation in names:
-                kernel = source(settings)
+                kernel = _kernel_of_scores(source, settings)
                 if kernel.refusal(operands) is None:
                     return _rows_by_platform(platform, kernel, fallback, operands)
     return fallback(operands)
@@ -161,7 +190,7 @@ def run_named(
     Raises:
         ValueError: the kernel does not support the call; the message says why.
     """
-    kernel = NAMED[name](settings)
+    kernel = _kernel_of_scores(NAMED[name], settings)
     if reason := kernel.refusal(operands):
         raise ValueError(
             f"implementation {name!r} does not support this call: {reason}"

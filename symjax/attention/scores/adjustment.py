@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.operands import Adjustment
+from symjax.attention.core.operands import Adjustment, in_pairs, signal_keys
 from symjax.attention.core.sequence import gather
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.arguments import ScoreArguments
@@ -39,7 +39,7 @@ def adjustment_of(
     if log_decay is not None:
         found = _decays(arguments, visibility, log_decay.astype(dtype))
     if sink is not None:
-        branches = arguments.query.shape[2] // arguments.output_heads
+        branches = arguments.query.shape[2] // arguments.noise_heads
         sink = jnp.repeat(sink.astype(dtype), branches)[None, :, None, None]
         found = found._replace(sink=sink)
     return found
@@ -76,13 +76,21 @@ def _of_query_heads(
     With `lam` the branches of a head use neighbouring key heads, or one.
     """
     kv_heads, heads = arguments.value.shape[2], arguments.query.shape[2]
+    signals = arguments.signals
+    if signals > 1:
+        heads = 2 * arguments.output_heads
+        sums = in_pairs(sums, signal_keys(sums.shape[2], kv_heads))
     branches = sums.shape[2] // kv_heads
     groups = heads // sums.shape[2]
     sums = jnp.moveaxis(sums, 2, 1).reshape(
         sums.shape[0], kv_heads, 1, branches, sums.shape[1]
     )
     sums = jnp.repeat(sums, groups, axis=2)
-    return sums.reshape(sums.shape[0], heads, sums.shape[4])
+    if signals > 1:  # of pairs of a signal and a noise head, one noise head is kept
+        pairs = sums.reshape(sums.shape[0], -1, signals, 2, sums.shape[4])
+        kept = pairs[:, :, :, 0], pairs[:, :, :1, 1]
+        sums, heads = jnp.concatenate(kept, axis=2), arguments.query.shape[2]
+    return sums.reshape(sums.shape[0], heads, sums.shape[-1])
 
 
 def _at_rows(

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import (
+    check_count,
     check_flag,
     check_heads,
     check_kind,
@@ -38,12 +39,19 @@ class ScoreArguments:
     positions: Int[Array, "#B T"] | None
     segment_ids: Int[Array, "B T"] | None
     lam: Float[Array, "#B #T N/2"] | None
+    signals: int
     axis_name: str | None
 
     @property
     def output_heads(self) -> int:
-        """Number of heads of the output; with `lam`, two query heads make one."""
-        return self.query.shape[2] // (1 if self.lam is None else 2)
+        """Number of heads of the output; with `lam`, one for each signal head."""
+        return self.noise_heads * (1 if self.lam is None else self.signals)
+
+    @property
+    def noise_heads(self) -> int:
+        """Number of noise heads, which have a mask each; without `lam`, of heads."""
+        branches = 1 if self.lam is None else self.signals + 1
+        return self.query.shape[2] // branches
 
     @property
     def output_shape(self) -> tuple[int, int, int, int]:
@@ -72,8 +80,12 @@ class ScoreArguments:
         )
 
     def _check_types(self, who: str) -> None:
+        check_count(who, "signals", self.signals)
         has_branches = self.lam is not None
-        check_heads(who, self.query, self.key, self.value, branches=has_branches)
+        if self.signals > 1 and not has_branches:
+            raise ValueError(f"{who}: signals {self.signals} needs lam, got None")
+        heads = {"branches": has_branches, "signals": self.signals}
+        check_heads(who, self.query, self.key, self.value, **heads)
         check_kind(who, jnp.bool_, mask=self.mask)
         check_kind(
             who,
@@ -99,7 +111,8 @@ class ScoreArguments:
                 f"needs as many keys as queries, got {query} and {key}"
             )
         batch, time, heads = query[0], query[1], self.output_heads
-        pairs = (batch, heads, time, device_count(who, self.axis_name) * key[1])
+        keys = device_count(who, self.axis_name) * key[1]
+        pairs = (batch, self.noise_heads, time, keys)
         for name, array, wanted in (
             ("mask", self.mask, pairs),
             ("bias", self.bias, pairs),
@@ -112,13 +125,14 @@ class ScoreArguments:
                     f"{who}: {name} must broadcast to {wanted} for query {query} and "
                     f"key {key}, got {array.shape}"
                 )
+        of_heads = (self.noise_heads,)
         for name, array, number in (
             ("alibi", self.alibi, "slope"),
             ("sink", self.sink, "logit"),
         ):
-            if array is not None and array.shape != (heads,):
+            if array is not None and array.shape != of_heads:
                 raise ValueError(
-                    f"{who}: {name} must have one {number} per head {(heads,)} for "
+                    f"{who}: {name} must have one {number} per head {of_heads} for "
                     f"query {query}, got {array.shape}"
                 )
         if self.positions is not None and self.axis_name is not None:

@@ -7,6 +7,7 @@ the choice of what computes the rows. Mechanisms differ only in their row weight
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ class ScoreMechanism:
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         lam: Float[Array, "#B #T N/2"] | None = None,
+        signals: int = 1,
         implementation: str | None = None,
         axis_name: str | None = None,
         **own: Any,
@@ -129,6 +131,9 @@ class ScoreMechanism:
             segment_ids: tokens see only their own run of equal ids; needs T = S.
             lam: λ of differential attention: heads 2n and 2n + 1 become one head with
                 weights w[2n] − lam[n]·w[2n+1]. They share mask, bias and value.
+            signals: with lam, number r of heads that share a noise map, see
+                `differential`. Only row blocks compute each noise map once: kernels
+                and the ring repeat it for each head.
             implementation: what computes the rows. None chooses a kernel if one
                 supports the call (see `symjax.attention.kernels.dispatch`), else
                 "rows".
@@ -172,6 +177,7 @@ class ScoreMechanism:
             positions=positions,
             segment_ids=segment_ids,
             lam=lam,
+            signals=signals,
             axis_name=axis_name,
         ).checked(self.name)
         no_rows = 0 in query.shape[:2]
@@ -182,6 +188,7 @@ class ScoreMechanism:
         settings = _settings(arguments, weights, whole=implementation == "whole")
         fallback = InRows(_by_rows(operands, axis_name), settings)
         if in_ring:
+            operands = operands.in_pairs(signals) if signals > 1 else operands
             output = attend_ring(settings, operands, axis_name)
         elif implementation is None:
             names = self.implementations
@@ -233,14 +240,15 @@ def _settings(
         block_rows=rows.BLOCK_ROWS,
         extents=rows.EXTENTS,
         few_keys=rows.FEW_KEYS,
+        signals=arguments.signals,
     )
 
 
 def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
-    Slopes, λ and the scale are float32 at least. With `lam`, both branches of a head
-    have its bias, slope and mask.
+    Slopes, λ and the scale are float32 at least. With `lam`, the branches of a head, or
+    of the heads that share a noise map, have its bias, slope and mask.
 
     Args:
         gathers_keys: gather the keys and values of all devices that time is split
@@ -258,7 +266,8 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     if alibi is not None:
         alibi = alibi.astype(wide)[None, :, None, None]
     if lam is not None:
-        bias, alibi, mask = map(_for_both_branches, (bias, alibi, mask))
+        branches = partial(_for_branches, count=arguments.signals + 1)
+        bias, alibi, mask = map(branches, (bias, alibi, mask))
         lam = jnp.swapaxes(lam, 1, 2).astype(wide)
     return Operands(
         query=jnp.swapaxes(query, 1, 2),
@@ -310,11 +319,11 @@ def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
     return attend_window if axis_name is None else attend_window_of_device
 
 
-def _for_both_branches(pairs: Array | None) -> Array | None:
-    """Repeat each head of [B N T S] for its two branches; one for all heads stays."""
+def _for_branches(pairs: Array | None, count: int) -> Array | None:
+    """Repeat each head of [B N T S] for its branches; one for all heads stays."""
     if pairs is None or pairs.shape[1] == 1:
         return pairs
-    return repeat(pairs, "b n t s -> b (n p) t s", p=2)
+    return repeat(pairs, "b n t s -> b (n p) t s", p=count)
 
 
 def row_map(

@@ -39,8 +39,8 @@ FEW_KEYS = 2048  # up to so many keys a CPU divides causal rows into two blocks
 def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
-    With `lam`, sub-heads 2n and 2n+1 are the branches of head n, and the weights of
-    head n are w[2n] − lam[n]·w[2n+1].
+    With `lam`, r = settings.signals signal heads and the noise head after them are the
+    branches of r heads. Head n has the weights signal[n] − lam[n]·noise[n / r].
 
     Time O(T S (H + V)) per head, about half of it if causal. Memory O(T + S), and one
     block. Rows that see no key are zero.
@@ -184,23 +184,29 @@ def _block(
     """Return `size` rows from `start` on, computed from all keys of the operands."""
     operands = operands.map_rows(partial(part, start=start, size=size))
     lam, dtype = operands.lam, settings.dtypes[1]
+    signals = settings.signals
+    branches = [operands]
+    if lam is not None:
+        branches = [operands.branch(index, signals) for index in range(2)]
     maps = []  # of each branch: as one array of both, XLA would copy it to split it
-    for branch in [operands] if lam is None else map(operands.branch, range(2)):
+    for branch in branches:
         visible = branch.visibility.pairs()
         found = weighted(settings, branch, scored(settings, branch, visible), visible)
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
         second, second_divisor = maps[1]
-        factor = jnp.broadcast_to(lam.astype(weights.dtype), second.shape[:3])
+        factor = jnp.broadcast_to(lam.astype(weights.dtype), weights.shape[:3])
+        factor = factor.reshape(second.shape[0], -1, signals, second.shape[2])
         if divisor is not None and second_divisor is not None:
             # w₁/d₁ − λ w₂/d₂ = (w₁ − λ (d₁/d₂) w₂) / d₁: one division, of the output.
-            factor = factor * (divisor / second_divisor)[..., 0]
+            divisors = divisor.reshape(factor.shape)
+            factor = factor * (divisors / second_divisor[:, :, None, :, 0])
         # An einsum makes the gradient of the factor a matrix product, which XLA's CPU
         # compiler sums up 5 times as fast as an elementwise product.
         exact = jax.lax.Precision.HIGHEST
-        subtracted = jnp.einsum("bnt,bnts->bnts", factor, second, precision=exact)
-        weights = weights - subtracted
+        subtracted = jnp.einsum("bgrt,bgts->bgrts", factor, second, precision=exact)
+        weights = weights - subtracted.reshape(weights.shape)
     value = operands.value.astype(dtype)
     if divisor is None:
         return weighed(weights, value).astype(dtype)
@@ -244,7 +250,9 @@ def scored(
     query, key, value, bias, slopes, _, scale, visibility, adjustment = operands
     wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
-    kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
+    # The noise keys of a branch may be fewer than the values.
+    kv_heads = min(key.shape[1], value.shape[1])
+    branches = key.shape[1] // kv_heads
     # All rows of a key head on one axis: XLA would copy the map to contract two axes.
     query = query.reshape(batch, kv_heads, -1, branches, time, size).swapaxes(2, 3)
     scores = scale * jnp.einsum(

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from symjax import config
+from symjax.attention.core.operands import in_pairs, signal_keys
 from symjax.attention.scores.mechanism import row_map
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
@@ -293,17 +294,20 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     if padding_mask is not None:
         operands["mask"] = Operand(padding_mask[:, None, None], "B")
     query, key, value = layer.project(x, positions, lengths=lengths)
-    kind, lam = layer.mixer.differential, None
+    mixer, length, lam = layer.mixer, x.shape[1], None
+    heads, kind = mixer.sizes.heads, mixer.differential
     if kind != "none":
-        lam = operands["lam"].array
-        lam = jnp.broadcast_to(lam, (*x.shape[:2], layer.mixer.sizes.heads))
-    heads, length = layer.mixer.sizes.heads, x.shape[1]
-    units = jnp.eye(length)[None, :, None]
-    units = jnp.broadcast_to(units, (1, length, value.shape[2], length))
+        lam = jnp.broadcast_to(operands["lam"].array, (*x.shape[:2], heads))
+    if mixer.signals > 1:  # each head has its own copy of the noise map that it shares
+        query = in_pairs(query, mixer.signals)
+        key = in_pairs(key, signal_keys(key.shape[2], value.shape[2]))
+        mixer, operands = mixer.with_pairs(operands)
+    shape = 1, length, value.shape[2], length
+    units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
     operands["value"] = operands["value"]._replace(array=units)
     scores = None
-    if layer.mixer.form.keys and layer.mixer.form.state is None:
-        scores = _each_branch(partial(_scores, layer.mixer), operands, kind)
+    if mixer.form.keys and mixer.form.state is None:
+        scores = _each_branch(partial(_scores, mixer), operands, kind)
     # The arrays are traced here; `read` turns them into numpy arrays.
     return Layer._make(
         (
@@ -311,9 +315,9 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
             by_branch(key, heads, kind),
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
             scores,
-            _products(layer.mixer, operands, kind),
-            _each_branch(partial(_map, layer.mixer), operands, kind),
-            _map(layer.mixer, operands),
+            _products(mixer, operands, kind),
+            _each_branch(partial(_map, mixer), operands, kind),
+            _map(mixer, operands),
             lam,
             hidden,
         )

@@ -131,7 +131,8 @@ def decay_of(
     """Return {"decay": module}, which computes the log-decays of model.attention.decay.
 
     Raises:
-        ValueError: decay_heads is set and the decays are not constants.
+        ValueError: decay_heads is set and the decays are not constants, or a noise key
+            belongs to several constants.
     """
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
     if options.attention.decay_heads and not _has_rates(kind):
@@ -147,6 +148,12 @@ def decay_of(
     if kind in SOFTPLUS:
         decay = SoftplusDecay(options.width, shape, sizes.value_size, **shared)
         return {"decay": decay}
+    if sizes.keys % sizes.kv_heads:
+        raise ValueError(
+            f"model.attention.decay {kind!r} has a rate for each key/value head: with "
+            f"model.attention.signals {options.attention.signals} give at most "
+            f"model.kv_heads={sizes.keys - sizes.kv_heads}, the number of noise heads"
+        )
     return {"decay": FixedDecay(options, depth, sizes.keys // sizes.kv_heads)}
 
 

@@ -25,8 +25,10 @@ class Sizes(NamedTuple):
     Attributes:
         heads: output heads.
         kv_heads: value heads.
-        queries: query heads; two per head with differential V1 and V2.
-        keys: key heads; two per value head with differential V1.
+        queries: query heads; two per head with differential V1 and V2. If r heads share
+            a noise head (`model.attention.signals`), r + 1 per r heads.
+        keys: key heads; two per value head with differential V1, or fewer if there are
+            fewer noise heads than value heads.
         head_size: features of a query or key.
         value_size: features of a value.
     """
@@ -37,6 +39,15 @@ class Sizes(NamedTuple):
     keys: int
     head_size: int
     value_size: int
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of heads that share a noise head; of heads without one."""
+        return self.queries - self.heads or self.heads
+
+    def with_pairs(self) -> "Sizes":
+        """Return the sizes with a noise head for each signal head."""
+        return self._replace(queries=2 * self.heads, keys=2 * self.kv_heads)
 
 
 def named_options(options: config.Model, mechanism: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _weights(
         gated = dataclasses.replace(options, attention=attention)
         weights["forget"] = decay_of(gated, depth, sizes, rngs)["decay"]
     if chosen.sink:
-        weights["sink"] = nnx.Param(jnp.zeros(sizes.heads))
+        weights["sink"] = nnx.Param(jnp.zeros(sizes.groups))
     return weights
 
 

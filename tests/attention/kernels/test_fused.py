@@ -17,7 +17,7 @@ from symjax.attention.core.devices import lowered_for
 from symjax.attention.kernels import dispatch
 
 FUSED = {"implementation": "tpu"}
-NAMES = "softmax", "pairwise", "differential", "differential_v2"
+NAMES = "softmax", "pairwise", "differential", "grouped_keys", "differential_v2"
 MECHANISMS = {
     name: SCORED[name]._replace(attend=partial(SCORED[name].attend, **FUSED))
     for name in NAMES

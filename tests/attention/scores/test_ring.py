@@ -180,6 +180,7 @@ def test_a_mean_of_values_does_not_blur_gradients_in_bfloat16(options):
 
 LAMBDA = {"lam": TIME}
 BRANCHES = {"log_decay": -np.exp(draw(B, T, 2 * K, seed=7)), "sink": draw(N, seed=8)}
+GROUPED = partial(attention.differential, signals=2)
 DIFFERENTIAL = {
     "v1": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), {}),
     "v1 ring": (attention.differential, given(2 * N, 2 * K, lam=draw(N), **BIAS), RING),
@@ -188,6 +189,8 @@ DIFFERENTIAL = {
         given(2 * N, 2 * K, lam=draw(N), **BRANCHES),
         RING,
     ),
+    "grouped": (GROUPED, given(3 * N, 2 * K, lam=draw(2 * N), **BIAS), {}),
+    "grouped ring": (GROUPED, given(3 * N, 2 * K, lam=draw(2 * N), **BRANCHES), RING),
     "v2": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), {}),
     "v2 ring": (attention.differential_v2, given(2 * N, K, lam=draw(B, T, N)), RING),
 }

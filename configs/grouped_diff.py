@@ -4,6 +4,14 @@
     python train.py --config configs/grouped_diff.py
 
 Heads that are no multiple of four, as those of `:125m`, are groups of three.
+
+Expected: a held-out loss of 2.083 nats/byte after 300 steps of `:tiny`. `diff.py`, with
+6 % more weights, reaches 2.068, and a table of trigrams 1.848.
+
+Measured with --config.steps=300 --config.evaluate.every=0
+--config.data.documents=joined on two CPU cores, on all held-out text of the standard
+library of Python 3.11. The 3000 steps of `:tiny` and the larger sizes were not
+measured.
 """
 
 from ml_collections import ConfigDict

@@ -84,7 +84,7 @@ def test_a_noise_head_for_four_heads_saves_projections():
         ),
         (
             {"heads": 4, "signals": 2, "symmetric": "qkv"},
-            "'qkv' makes a value from .* signals 2 leaves 2 noise keys for 4 values",
+            "'qkv' makes a value .*signals 2 leaves 2 noise keys for 4 values",
         ),
         (
             {"heads": 4, "signals": 2, "mechanism": "decay"},

@@ -181,6 +181,14 @@ class Attention(Keys):
         "normalise symmetric keys. unit: to length 1; rms: to root mean square 1",
         ("none", "unit", "rms"),
     )
+    position_term: int = key(
+        0,
+        "add w·f(s) to the scores of key s and multiply scores by a, with a and w "
+        "learned per head and this number of sinusoidal features f of the key's "
+        "position; 0: off",
+        least=0,
+        most=2**16,
+    )
     features: str = key(
         "",
         "feature map of linear and performer; empty: the default of the mechanism; "

@@ -170,6 +170,7 @@ def test_the_dry_run_prints_the_model_and_writes_nothing(
     assert "parameters          28,376\n" in said
     assert "tokens a step       256\n" in said
     assert "tokens of the run   1,536 in 6 steps, 0.0541 a parameter\n" in said
+    assert re.search(r"to decode a text    MiB by number of tokens: .* at 8\b", said)
     for word in ("blocks/*/attention/query/kernel", "FLOPs a step", "MiB", "mesh"):
         assert word in said
     assert list(tmp_path.iterdir()) == []

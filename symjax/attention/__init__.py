@@ -64,6 +64,7 @@ from symjax.attention.performer import (
 from symjax.attention.positions import (
     alibi_bias,
     alibi_slopes,
+    position_bias,
     rotate,
     sinusoidal,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "performer_causal",
     "performer_state",
     "performer_step",
+    "position_bias",
     "retention_log_decay",
     "rope_attention_factor",
     "rope_frequencies",

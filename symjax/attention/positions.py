@@ -1,4 +1,4 @@
-"""Positions: rotary, sinusoidal, and linear biases (ALiBi)."""
+"""Positions: rotary, sinusoidal, and biases of scores (ALiBi, or learned)."""
 
 import math
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from symjax.attention.core.arguments import (
     check_positive,
 )
 from symjax.attention.core.devices import by_platform
+from symjax.attention.core.products import einsum
 
 LANES = 128  # length of the last axis of a register of a TPU
 ROW_MAJOR = Layout((0, 1, 2, 3))  # the layout in which the kernel reads [B T N H]
@@ -270,6 +271,35 @@ def alibi_bias(
     # Without abs, since differences of unsigned integers wrap.
     distance = (jnp.maximum(row, keys) - jnp.minimum(row, keys)).astype(slopes.dtype)
     return -slopes[None, :, None, None] * distance[None, None]
+
+
+def position_bias(
+    weight: Float[Array, "N M"], positions: Int[Array, "#B S"]
+) -> Float[Array, "#B N 1 S"]:
+    """Return a bias of scores by the position of the key, w·f(s) with w of each head.
+
+    f(s) are the M features of `sinusoidal`. With this bias, scores that are symmetric
+    become different from a query t to a key s and from s to t. All queries have the
+    same bias, so it takes O(N S) memory, and cached keys need no change.
+
+    Args:
+        weight: w of each head.
+        positions: of the keys; one row for all examples, or one row per example.
+    Raises:
+        ValueError: weight or positions have another number of axes, or M is odd.
+    Source: the part of the position term of Kayyam et al. 2026, arXiv:2606.04032, that
+        changes weights of softmax: a number that is added to a whole row of scores
+        changes none.
+    """
+    weight = as_array("position_bias", "weight", weight)
+    positions = as_array("position_bias", "positions", positions)
+    if weight.ndim != 2 or positions.ndim != 2:
+        raise ValueError(
+            "position_bias: weight must be [heads, features] and positions [batch or "
+            f"1, keys], got {weight.shape} and {positions.shape}"
+        )
+    features = sinusoidal(positions, weight.shape[1])
+    return einsum("nm,bsm->bns", weight, features)[:, :, None]
 
 
 def _frequencies(size: int, base: float, dtype: jnp.dtype) -> Float[Array, "half"]:

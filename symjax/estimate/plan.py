@@ -28,6 +28,7 @@ from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program, compile_program
 
 MIB = 2**20
+CONTEXTS = (512, 2048, 8192, 32768)  # lengths of a text that is decoded
 
 
 def describe(options: config.Config, target: str | None = None) -> str:
@@ -96,7 +97,28 @@ def _run_lines(options: config.Config, program: Program, examples: str) -> list[
         f"{whole / parameters:.3g} a parameter",
         f"FLOPs a step        {_step_flops(options, program):.3g} "
         "(multiply-adds as two, by formula)",
+        *_decoding_lines(options.model),
     ]
+
+
+def _decoding_lines(model: config.Model) -> list[str]:
+    """Return the line on the memory that one text needs while the model writes it.
+
+    Learned positions end at model.length, so that texts cannot be longer.
+    """
+    if not config.is_causal(model):
+        return []
+    lengths = CONTEXTS
+    if model.positions == "learned":
+        lengths = (*(x for x in CONTEXTS if x < model.length), model.length)
+    sizes = [cost.decoding_bytes(model, length) / MIB for length in lengths]
+    if len({*sizes}) == 1 < len(sizes):
+        return [f"to decode a text     {sizes[0]:.3g} MiB of state at any length"]
+    shown = ", ".join(
+        f"{size:,.3g} at {length:,}"
+        for size, length in zip(sizes, lengths, strict=True)
+    )
+    return [f"to decode a text    MiB by number of tokens: {shown}"]
 
 
 def _step_lines(

@@ -10,7 +10,7 @@ gau.py         GatedBlock: one block for mechanisms that replace the feed-forwar
 universal.py   UniversalBlock: one block repeated until a token halts
 
 primitives.py  Linear, dropout, rotary positions
-convolution.py norms.py
+convolution.py norms.py position_term.py
 segments.py    documents in a row: positions, and the masks that mechanisms receive
 sharded.py     the same computation on each device of a mesh
 validate.py    checks model.* and returns the sizes and the mechanism's options by depth
@@ -33,7 +33,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from symjax.layers import attention, convolution, gau, universal
+from symjax.layers import attention, convolution, gau, position_term, universal
 from symjax.layers.attention import Attention, Lambda
 from symjax.layers.block import Block, FeedForward
 from symjax.layers.flax_compat import attention_fn
@@ -54,6 +54,7 @@ def rules() -> tuple[tuple[str, PartitionSpec], ...]:
     return (
         *attention.RULES,
         *convolution.RULES,
+        *position_term.RULES,
         *(
             (f"attention/{pattern}", axes)
             for part in PARTS.values()

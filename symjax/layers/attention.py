@@ -32,6 +32,7 @@ from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mixer import mixer_of
 from symjax.layers.norms import norm
 from symjax.layers.parts.table import part_of
+from symjax.layers.position_term import PositionTerm
 from symjax.layers.primitives import Linear, keep_for_backward, rotary
 from symjax.layers.segments import Segments, positions_of, row_operands
 from symjax.layers.sharded import Operand
@@ -102,6 +103,10 @@ class Attention(nnx.Module):
         self.lambda_initial: Any = 0.0
         if chosen.differential != "none":
             self._add_lambda(options, depth, rngs)
+        if chosen.position_term:
+            self.position_term = PositionTerm(
+                self.mixer.sizes.groups, chosen.position_term
+            )
         if self.part.weights is not None:
             weights = self.part.weights(options, depth, self.mixer.sizes, rngs)
             for name, weight in weights.items():
@@ -209,6 +214,9 @@ class Attention(nnx.Module):
             cache, inputs = cache.cache, dict(cache.inputs)
         lengths = self.rotate.lengths(positions, padding_mask)
         operands = self.operands(x, positions, inputs, padding_mask, lengths=lengths)
+        if self.chosen.position_term:
+            places = jnp.arange(cache.value.shape[1])[None]
+            operands["bias"] = self.position_term.bias_of(places)
         read = partial(self.keys_of, lengths=lengths)
         mixed, cache = self.mixer.decode(operands, cache, position, padding_mask, read)
         if inputs is not None:
@@ -234,6 +242,10 @@ class Attention(nnx.Module):
             "key": Operand(key, "BSK"),
             "value": Operand(value, "BSK"),
         }
+        if self.chosen.position_term:
+            query = self.position_term.scaled(query)
+            operands["query"] = operands["query"]._replace(array=query)
+            operands["bias"] = self.position_term.bias_of(positions)
         if self.chosen.differential == "v1":
             operands["lam"] = Operand(self.lam(), "")
         elif self.chosen.differential == "v2":

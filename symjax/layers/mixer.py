@@ -168,7 +168,8 @@ class Mixer:
         `positions` hide keys that are not yet written, and keys of padding until later
         tokens overwrite them. The smallest prefix of `_prefixes` that holds all written
         keys is read. The prefixes are halves, quarters and so on of the cache, down to
-        256 keys. Decoding ignores the option `implementation`.
+        256 keys. A bias has an entry for each place of the cache. Decoding ignores the
+        option `implementation`.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)
@@ -194,6 +195,9 @@ class Mixer:
             }
             if log_decay is not None:
                 cached["log_decay"] = Operand(log_decay[:, :size], "BSK")
+            if "bias" in operands:
+                bias = operands["bias"]
+                cached["bias"] = bias._replace(array=bias.array[..., :size])
             return self._run(self.form.attend, options, operands | cached, "BTN")
 
         prefixes = _prefixes(room)

@@ -20,6 +20,7 @@ OF_ATTENTION = (
     "depth_offset",
     "lambda_initial",
     "head_norm",
+    "position_term",
     "query_key_norm",
     "key_norm",
     "output_gate",
@@ -195,7 +196,14 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
             f"causal model, but model.kind is {options.kind!r}"
         )
     if options.positions == "alibi":
-        _check_bias(names)
+        _check_bias("model.positions 'alibi'", names)
+    if chosen.position_term:
+        _check_bias(f"model.attention.position_term {chosen.position_term}", names)
+    if chosen.position_term % 2:
+        raise ValueError(
+            "model.attention.position_term must be an even number of features, got "
+            f"{chosen.position_term}"
+        )
 
 
 def has_head_norm(options: config.Model, depth: int) -> bool:
@@ -258,17 +266,14 @@ def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None
         )
 
 
-def _check_bias(names: tuple[str, ...]) -> None:
-    """Raise if a mechanism cannot add the bias of ALiBi."""
+def _check_bias(choice: str, names: tuple[str, ...]) -> None:
+    """Raise if a mechanism cannot add the bias of a choice per head."""
     if any(MECHANISMS[name].gated for name in names):
-        raise ValueError(
-            "model.positions 'alibi' needs several heads: a gated block has one"
-        )
+        raise ValueError(f"{choice} needs several heads: a gated block has one")
     without = [name for name in names if "bias" not in MECHANISMS[name].operands]
     if without:
         raise ValueError(
-            f"model.positions 'alibi' is a bias of scores: {', '.join(without)} takes "
-            "none"
+            f"{choice} is a bias of scores: {', '.join(without)} takes none"
         )
 
 

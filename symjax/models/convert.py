@@ -25,6 +25,7 @@ FRESH = (
     "metric",
     "query_norm",
     "own_key_norm",
+    "position_term",
     "output_gate",
     "query_convolution",
     "key_convolution",
@@ -106,6 +107,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
     - values apart from shared ones (`symmetric` kv or qkv), and kv from qkv;
     - gated blocks of another length: the output layer is rescaled;
+    - a position term where there was none (its a is 1, its w is 0);
     - differential V2 from one map: each query head twice, λ's projection 0 and values
       times 2, since sigmoid(0) = ½.
 

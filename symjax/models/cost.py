@@ -1,12 +1,15 @@
-"""Floating-point operations of a model, by formula."""
+"""Floating-point operations of a model by formula, and its memory to decode."""
 
 from collections import Counter
 from dataclasses import replace
+
+import jax
 
 from symjax import config
 from symjax.layers.mixer import mixer_of
 from symjax.layers.parts.part import recurrence_flops, score_flops
 from symjax.layers.parts.table import part_of
+from symjax.models.build import abstract
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
@@ -53,3 +56,18 @@ def train_flops(options: config.Model, parameters: int) -> float:
     The backward pass costs as much as two.
     """
     return 3 * forward_flops(options, parameters)
+
+
+def decoding_bytes(options: config.Model, length: int) -> int:
+    """Return the bytes of cached keys and values, and of states, of one text.
+
+    Args:
+        length: tokens of the text, its prompt included.
+    Raises:
+        ValueError: the model is an encoder, which does not decode.
+    """
+    if not config.is_causal(options):
+        raise ValueError(f"model.kind {options.kind!r} does not decode")
+    model = abstract(options)
+    cache = jax.eval_shape(lambda: model.init_cache(1, length))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))

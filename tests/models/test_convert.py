@@ -72,6 +72,7 @@ def converted(source, target):
             model(symmetric="qkv", query_key_norm=True),
             model(symmetric="kv", query_key_norm=True),
         ),
+        (model(), model(position_term=4)),
         (model(), model(implementation="whole")),
         (
             replace(model(), kind="universal"),
@@ -100,7 +101,7 @@ def converted(source, target):
     ],
     ids=[
         *("v2", "own", "metric", "norms", "convolutions"),
-        *("values of keys", "values of queries", "keys of queries", "same"),
+        *("values of keys", "values of queries", "keys of queries", "term", "same"),
         *("universal", "decay", "mamba2", "hedgehog", "gau", "gau encoder", "linear"),
     ],
 )
@@ -171,7 +172,7 @@ def test_keys_that_change_the_function_are_named():
     ("before", "after"),
     [
         (model(), model(query_key_norm=True)),
-        (model(), model(output_gate=True)),
+        (model(), model(output_gate="silu")),
         (model(), model(short_convolution=3)),
         (model(), model(symmetric="plain")),
         (model(), model(differential="v1")),
@@ -217,7 +218,7 @@ def test_symmetric_projections_are_the_mean_of_query_and_key():
         model(mechanism="performer", feature_count=32),
         model(mechanism="cosine"),
         model(differential="v1"),
-        model(mechanism="decay", decay="gated", output_gate=True),
+        model(mechanism="decay", decay="gated", output_gate="silu"),
         model(mechanism="linear", features="hedgehog", query_key_norm=True),
     ],
     ids=["performer", "cosine", "v1", "decay", "hedgehog"],
@@ -370,7 +371,7 @@ def test_constants_are_carried_where_they_mean_the_same():
             model(),
             "key_norm 'unit' do not turn into projected",
         ),
-        (model(output_gate=True), model(), "'blocks/0/attention/output_gate'"),
+        (model(output_gate="silu"), model(), "'blocks/0/attention/output_gate'"),
         (model(query_key_norm=True), model(), "no place for the weight 'blocks/0/att"),
         (
             learned("t2r"),

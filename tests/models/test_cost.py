@@ -14,7 +14,7 @@ from symjax.attention.features import PLAIN
 from symjax.attention.random_features import RANDOM_FEATURES
 from symjax.layers.parts.table import part_of
 from symjax.models import transformer
-from symjax.models.cost import attention_flops
+from symjax.models.cost import attention_flops, decoding_bytes
 
 LENGTH = 4096
 ATTENTION = "differential", "signals"
@@ -123,3 +123,22 @@ def test_features_are_counted_as_the_state_has_them(mechanism, features):
     state = jax.eval_shape(cache)
     found = part_of(mechanism).feature_count(chosen, 20)
     assert found == max(x.shape[2] for x in jax.tree.leaves(state))
+
+
+def test_memory_to_decode_is_that_of_keys_values_and_states():
+    def decoding(length, kind="decoder", **chosen):
+        attention = config.Attention(**chosen)
+        options = config.Model(
+            *(kind,), vocabulary=7, width=24, depth=3, heads=4, attention=attention
+        )
+        return decoding_bytes(options, length)
+
+    keys_and_values = 3 * 24 * 2 * 4  # layers, width, both, bytes of a float32
+    assert decoding(100) == 100 * keys_and_values
+    assert decoding(100, symmetric="kv") == 100 * keys_and_values / 2
+    assert decoding(100, symmetric="qkv") == 100 * keys_and_values / 2
+    assert decoding(100, differential="v1") == 100 * keys_and_values
+    assert decoding(100, key_size=2) == 100 * keys_and_values * (2 + 6) / (6 + 6)
+    assert decoding(100, mechanism="decay") == decoding(1000, mechanism="decay")
+    with pytest.raises(ValueError, match="model.kind 'encoder' does not decode"):
+        decoding(100, "encoder")

@@ -157,6 +157,8 @@ OPTIONS = [
     {"heads": 4, "mechanism": "delta", "decay": "gated", "differential": "v1"}
     | {"signals": 4, "kv_heads": 1},
     {"heads": 4, "kv_heads": 2, "symmetric": "kv", "differential": "v1", "signals": 2},
+    {"symmetric": "qkv", "position_term": 4, "differential": "v1", "positions": "rope"},
+    {"heads": 4, "differential": "v1", "signals": 2, "position_term": 4},
 ]
 
 
@@ -164,7 +166,7 @@ OPTIONS = [
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [
     OPTIONS[i]
-    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 36)
+    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 39)
 ]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 

@@ -52,11 +52,17 @@ MODELS = {
         *("decay", "linear"),
         differential="v2",
         decay="gated",
-        output_gate=True,
+        output_gate="silu",
         features="hedgehog",
         chunk_size=8,
     ),
     "grouped": of("softmax", "linear", differential="v1", signals=2, chunk_size=8),
+    "shared": of(
+        *("softmax", "entmax15"),
+        symmetric="qkv",
+        position_term=4,
+        output_gate="sigmoid",
+    ),
     "sparse": of("sparsemax", "entmax15", mask_self=True, forget="fox", sink=True),
     "flash": of("flash", "gau", chunk_size=3),
     "universal": replace(
@@ -110,6 +116,7 @@ def heard(capfd) -> list[str]:
 
 
 DEFAULT = [("differential", "1x2x2x2"), ("mixed", "2x1x1x4"), ("decay", "1x1x2x3")]
+DEFAULT += [("shared", "1x2x2x2")]
 
 
 def slow(*models: str, shapes: list[str]) -> list:
@@ -125,7 +132,7 @@ SHAPES = [
     for sizes in itertools.product((1, 2, 4, 8), repeat=4)
     if math.prod(sizes) == 8
 ]
-OTHERS = ["ring", "decay", "sparse", "flash", "universal"]
+OTHERS = ["ring", "decay", "shared", "sparse", "flash", "universal"]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ OPTIONS = [
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [
     OPTIONS[i]
-    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 39)
+    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 36, 39)
 ]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 

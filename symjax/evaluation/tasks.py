@@ -101,7 +101,9 @@ TASKS = {
     "self_share": Task(self_share, "share of attention of a token on itself"),
     "dilution": Task(dilution, "share of attention on the last 1, 4, 16, 64 tokens"),
     "entropy": Task(entropy, "entropy of attention rows by the number of visible keys"),
-    "support": Task(support, "number of keys with a nonzero weight in sparse layers"),
+    "support": Task(
+        support, "keys with a nonzero weight in sparse layers, sparsity of all maps"
+    ),
     "rank": Task(rank, "ranks of QKᵀ, of attention maps and of differential maps"),
     "spectrum": Task(
         spectrum, "singular values, likeness of tokens by depth, and Markov chains"

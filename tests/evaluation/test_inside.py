@@ -262,3 +262,22 @@ def test_noise_of_needles_is_read_depth_by_depth(differential):
         assert row["answer"] == row["uniform"] == pytest.approx(3 / 24)
         assert row["context"] == pytest.approx(19 / 24)
         assert row["elsewhere"] == pytest.approx(2 / 24)
+
+
+def test_sparsity_is_that_of_the_definition_row_by_row():
+    rows = [[0.5, -0.5, 0, 0], [0, 1, 0, 0], [2, 2, -2, 2], [0, 0, 0, 0]]
+    found = spread.sparsity(np.array([rows]), np.array([4, 4, 4, 4]))[:, 0]
+    np.testing.assert_allclose(found[0], [0.5, 1, 0.25, np.nan])
+    np.testing.assert_allclose(found[3], [2 - 2**0.5, 1, 0, np.nan])
+    maps = np.tril(np.random.default_rng(0).normal(size=(3, 20, 20)))
+    found = spread.sparsity(maps, np.arange(1, 21))
+    for head, t in np.ndindex(3, 20):
+        sizes = sorted(map(abs, maps[head, t, : t + 1]), reverse=True)
+        shares = [sum(sizes[:k]) / sum(sizes) for k in (1, 4, 16)]
+        np.testing.assert_allclose(found[:3, head, t], shares)
+        root, length = (t + 1) ** 0.5, sum(x * x for x in sizes) ** 0.5
+        if t == 0:
+            assert np.isnan(found[3, head, t])
+        else:
+            wanted = (root - sum(sizes) / length) / (root - 1)
+            assert found[3, head, t] == pytest.approx(wanted)

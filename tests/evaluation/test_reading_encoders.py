@@ -201,6 +201,10 @@ def test_every_key_has_a_weight_in_uniform_sparsemax():
     finding = measure(run_of(model, made, (PADDED, LABEL)), "support")
     (row,) = finding.values["support"]
     assert (row["keys"], row["share"]) == (11, 1)
+    (row,) = finding.values["sparsity"]
+    assert (row["map"], row["top_16"]) == ("A", pytest.approx(1))
+    assert row["top_4"] == pytest.approx(4 / 11)
+    assert row["hoyer"] == pytest.approx(0, abs=1e-6)
     (x, y) = finding.figures[0].series["layer 0"]
     assert x == y == [1, 2, 4, 8, 11]
 

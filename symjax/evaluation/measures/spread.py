@@ -1,12 +1,15 @@
-"""Over how many keys the rows of attention maps spread: entropy and support.
+"""Over how many keys the rows of attention maps spread: entropy, support, sparsity.
 
     entropy  H_t = −Σ_s p_ts ln p_ts in nats, with the shares p_ts = |a_ts| / Σ_s |a_ts|
-    support  number of keys with a_ts ≠ 0, for sparse mechanisms
+    support  number of keys with a_ts ≠ 0, for sparse mechanisms; for all mechanisms
+             Σ p_ts of the k largest shares, and Hoyer's sparsity of the row
 
 A row that sees n keys has an entropy between 0 (all weight on one key) and ln n
-(uniform), and e^H is the number of keys that it uses in effect. Both numbers are means
+(uniform), and e^H is the number of keys that it uses in effect. All numbers are means
 over heads and over rows of a few held-out windows (`reading`).
 """
+
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -14,16 +17,20 @@ from jaxtyping import Float, Int
 from symjax import config
 from symjax.attention import MECHANISMS
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.attended import Shares, shares
+from symjax.evaluation.measures.attended import MAPS, Shares, shares
 from symjax.evaluation.measures.reading import (
     Layer,
     Window,
     mean_by_keys,
     mean_over_rows,
+    nan_mean,
 )
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.figures import Lines
 from symjax.models.build import attentions
+
+TOPS = (1, 4, 16)  # numbers of largest weights whose share is measured
+SPARSITY = *(f"top_{k}" for k in TOPS), "hoyer"
 
 
 def entropy(run: LoadedRun, options: Options) -> Result:
@@ -93,15 +100,27 @@ def slope(
 
 
 def support(run: LoadedRun, options: Options) -> Result:
-    """Measure how many keys have a nonzero weight, in every sparse layer.
+    """Measure how many keys have a nonzero weight, and how unequal all weights are.
 
-    `keys` is their mean number per row and `share` their part of the visible keys.
+    `keys` is the mean number of nonzero weights per row of a sparse layer, and `share`
+    their part of the visible keys. Few weights are zero in other layers. So all layers
+    have the shares of |a| on the 1, 4 and 16 largest weights of a row, and the sparsity
+
+        (√n − Σ|a| / √Σa²) / (√n − 1)
+
+    of a row that sees n ≥ 2 keys: 0 if all |a| are equal, 1 if one is not 0. In a
+    differential layer compare A with its branches A₁ and A₂.
+
+    Source: Hoyer 2004, Journal of Machine Learning Research 5, equation for sparseness
+        (section 3.1).
     """
     mechanisms = [layer.mixer.mechanism for layer in attentions(run.model())]
     sparse = [i for i, name in enumerate(mechanisms) if MECHANISMS[name].sparse]
+    unequal, of_all = _sparsities(run, options, mechanisms)
     if not sparse:
         names = ", ".join(sorted(set(mechanisms)))
-        return Result({"support": []}, [f"support: {names} is not sparse"])
+        found = {"support": [], "sparsity": unequal}
+        return Result(found, [f"support: {names} is not sparse"], (of_all,))
 
     def nonzero_keys(layer: Layer) -> np.ndarray:
         return (layer.map != 0).sum(axis=-1).mean(axis=0)
@@ -125,5 +144,47 @@ def support(run: LoadedRun, options: Options) -> Result:
     )
     text = ["keys whose weight is not zero, the mean over rows and heads"]
     figures = (lines,) if len(counts) > 1 else ()
-    tables = (table("support", columns, rows),)
-    return Result({"support": rows}, text, tables, figures)
+    tables = table("support", columns, rows), of_all
+    return Result({"support": rows, "sparsity": unequal}, text, tables, figures)
+
+
+def _sparsities(
+    run: LoadedRun, options: Options, mechanisms: list[str]
+) -> tuple[list[dict[str, Any]], Table]:
+    """Return the sparsity of the maps of every layer: a record of each, and a table."""
+
+    def measure(window: Window, layer: Layer) -> np.ndarray:
+        maps = [layer.map]
+        if layer.lam is not None:
+            maps += [layer.branches[:, branch] for branch in (0, 1)]
+        counts = window.visible.sum(axis=-1)
+        return np.stack([nan_mean(sparsity(x, counts), axis=1) for x in maps])
+
+    rows = []
+    for index, maps in enumerate(mean_over_rows(run, options, measure)):
+        for name, numbers in zip(MAPS, maps.tolist(), strict=False):
+            row = {"layer": index, "mechanism": mechanisms[index], "map": name}
+            rows.append(row | dict(zip(SPARSITY, numbers, strict=True)))
+    columns = ("layer", "mechanism", "map", *(f"top {k}" for k in TOPS), "Hoyer")
+    return rows, table("sparsity", columns, rows)
+
+
+def sparsity(
+    weights: Float[np.ndarray, "N T S"], counts: Int[np.ndarray, " T"]
+) -> Float[np.ndarray, "4 N T"]:
+    """Return the shares of the 1, 4 and 16 largest |weights|, and Hoyer's sparsity.
+
+    NaN in rows of zeros, and for the last in rows that see fewer than two keys.
+
+    Args:
+        counts: number of keys that each row sees.
+    """
+    sizes = np.sort(np.abs(weights.astype(np.float64)), axis=-1)[..., ::-1]
+    total, roots = sizes.sum(axis=-1), np.sqrt(counts.astype(np.float64))
+    empty = total == 0
+    shares = [
+        sizes[..., :k].sum(axis=-1) / np.where(empty, np.nan, total) for k in TOPS
+    ]
+    length = np.where(empty, np.nan, np.sqrt((sizes**2).sum(axis=-1)))
+    spread = np.where(counts > 1, roots - 1, np.nan)
+    return np.stack([*shares, (roots - total / length) / spread])

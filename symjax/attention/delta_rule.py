@@ -324,23 +324,28 @@ def _inverse_unit_lower(
     """Return (I + A)⁻¹, from the inverses of its diagonal blocks of 2, 4, 8 … rows.
 
     With P and Q the inverses of two neighbouring blocks of n rows, the inverse of the
-    block of 2n rows is [[P, 0], [−Q A₂₁ P, Q]].
+    block of 2n rows is [[P, 0], [−Q A₂₁ P, Q]]. That of 2 rows is I − A.
+
+    The blocks are halved first, so that slices find all A₂₁. A gather of the diagonal
+    blocks would be slower and make a longer program.
     """
     *lead, length, _ = below.shape
-    size = 1 << (length - 1).bit_length()
-    missing = [(0, size - length)] * 2
-    below = jnp.pad(below, [(0, 0)] * len(lead) + missing)
-    inverse = jnp.ones((*lead, size, 1, 1), below.dtype)
-    half = 1
-    while half < size:
-        count = size // (2 * half)
-        pairs = below.reshape(*lead, count, 2, half, count, 2, half)
-        corners = jnp.diagonal(pairs[..., 1, :, :, 0, :], axis1=-4, axis2=-2)
-        corners = jnp.moveaxis(corners, -1, -3)
+    size = max(2, 1 << (length - 1).bit_length())
+    if size > length:
+        missing = [(0, size - length)] * 2
+        below = jnp.pad(below, [(0, 0)] * len(lead) + missing)
+    blocks, corners = below[..., None, :, :], []
+    while (half := blocks.shape[-1] // 2) > 1:
+        corners.append(blocks[..., half:, :half])
+        first, second = blocks[..., :half, :half], blocks[..., half:, half:]
+        halves = jnp.concatenate([first[..., None, :, :], second[..., None, :, :]], -3)
+        blocks = jax.lax.collapse(halves, halves.ndim - 4, halves.ndim - 2)
+    ones = jnp.eye(2, dtype=below.dtype)
+    inverse = jax.lax.expand_dims(ones, range(blocks.ndim - 2)) - blocks
+    for corner in reversed(corners):
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corners = -product("...ij,...jk,...kl->...il", second, corners, first)
+        corner = -product("...ij,...jk,...kl->...il", second, corner, first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        lower = jnp.concatenate([corners, second], axis=-1)
+        lower = jnp.concatenate([corner, second], axis=-1)
         inverse = jnp.concatenate([above, lower], axis=-2)
-        half *= 2
     return inverse[..., 0, :length, :length]

@@ -195,13 +195,23 @@ def join_rows(rows: Any, length: int) -> Any:
     return jax.tree.map(join, rows)
 
 
+def lower_triangle(length: int) -> Bool[Array, "T T"]:
+    """Return True for pairs [t, s] with s ≤ t.
+
+    It makes shorter programs than `jnp.tril`.
+    """
+    rows, columns = (
+        jax.lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1)
+    )
+    return rows >= columns
+
+
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
     """Return True for pairs [t, s] with s ≤ t in one segment.
 
     Pairs with hidden keys are True as well; hidden keys weigh zero by themselves.
     """
-    length = chunk.value.shape[2]
-    past = jnp.tril(jnp.ones((1, length, length), bool))
+    past = lower_triangle(chunk.value.shape[2])[None]
     if chunk.segment is None:
         return past
     return past & (chunk.segment[:, :, None] == chunk.segment[:, None, :])

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays
 from symjax.attention.core.products import TILE, einsum, products
-from symjax.attention.recurrent.chunks import Chunk
+from symjax.attention.recurrent.chunks import Chunk, lower_triangle
 
 SMALL_TILE = 16  # tokens of a first block with one exponential per pair and channel
 SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
@@ -239,7 +239,7 @@ def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
         x[..., :, None, :] - x[..., None, :, :]
         for x in (jnp.cumsum(x, axis=-2) for x in (coarse, log_decay - coarse))
     )
-    past = jnp.tril(jnp.ones((length, length), bool))
+    past = lower_triangle(length)
     past = jax.lax.expand_dims(past, (*range(coarse.ndim - 3), coarse.ndim - 1))
     return jnp.where(past, coarse + rest, -jnp.inf)
 
@@ -319,6 +319,8 @@ def _to_power_of_two(x: Array) -> Array:
     """Pad time with zeros: tokens that add nothing and do not decay."""
     length = x.shape[-2]
     more = (1 << (length - 1).bit_length()) - length
+    if not more:
+        return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
 
 

@@ -246,8 +246,9 @@ class Mixer:
                 signals = self.signals if name == "query" else keys
                 paired = in_pairs(operand.array, signals)
                 operands[name] = operand._replace(array=paired)
-            elif operand.axes == "N":
-                repeated = jnp.repeat(operand.array, self.signals)
+            elif operand.axes in ("N", "BN"):
+                axis = operand.axes.index("N")
+                repeated = jnp.repeat(operand.array, self.signals, axis=axis)
                 operands[name] = operand._replace(array=repeated)
         sizes = self.sizes.with_pairs()
         return replace(self, sizes=sizes, signals=1, alibi=False), operands

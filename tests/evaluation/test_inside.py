@@ -40,7 +40,7 @@ CASES = {
     ),
     "grouped": (
         {"positions": "alibi"},
-        {"symmetric": "plain", "differential": "v1", "signals": 2},
+        {"symmetric": "plain", "differential": "v1", "signals": 2, "position_term": 2},
     ),
     "gated": ({"pattern": ("gau", "flash")}, {"chunk_size": 4}),
     "universal": ({"kind": "universal"}, {}),

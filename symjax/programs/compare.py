@@ -148,10 +148,10 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
         commands, fairness = prepare(plan, chosen, fairness)
         evaluated = train_and_measure(commands, chosen)
     else:
-        evaluated = {
-            name: [measure(name, workdir, chosen) for workdir in workdirs]
-            for name, workdirs in existing.items()
-        }
+        evaluated = {name: [] for name in names}
+        for name, workdirs in existing.items():
+            for workdir in workdirs:
+                measure(name, workdir, evaluated, len(workdirs), chosen)
     write(evaluated, fairness, chosen.out)
 
 
@@ -185,28 +185,36 @@ def train_and_measure(
     for commands in zip(*runs.values(), strict=True):
         for name, command in zip(runs, commands, strict=True):
             train_missing(command)
-            seeds = evaluated[name]
-            seeds.append(measure(name, command.workdir, chosen))
-            print(_progress(name, seeds, len(runs[name])), flush=True)
+            measure(name, command.workdir, evaluated, len(runs[name]), chosen)
     return evaluated
 
 
-def measure(name: str, workdir: Workdir, chosen: argparse.Namespace) -> Evaluated:
-    """Measure a run of a configuration; its tasks are written below --out."""
+def measure(
+    name: str,
+    workdir: Workdir,
+    evaluated: dict[str, list[Evaluated]],
+    count: int,
+    chosen: argparse.Namespace,
+) -> None:
+    """Measure a run, append it to those of its configuration and print their loss.
+
+    Its tasks are written below --out.
+
+    Args:
+        count: number of runs of the configuration.
+    """
     folder = chosen.out / "tasks" / re.sub(r"[^\w.=+-]+", "-", name)
     with announce_if_slow(f"{workdir}: compiling and measuring"):
-        return evaluate(
+        found = evaluate(
             workdir, chosen.batches, chosen.names, folder, part=bool(chosen.tune)
         )
-
-
-def _progress(name: str, seeds: list[Evaluated], count: int) -> str:
-    """Return a line on the runs of a configuration that are complete."""
-    losses = [run.losses["heldout"]["loss"] for run in seeds]
+    evaluated[name].append(found)
+    losses = [run.losses["heldout"]["loss"] for run in evaluated[name]]
     spread = f" ± {statistics.stdev(losses):.4f}" if len(losses) > 1 else ""
-    return (
+    print(
         f"{name}: held-out loss {statistics.mean(losses):.4f}{spread} "
-        f"nats/{seeds[0].unit}, {len(seeds)} of {count} seeds"
+        f"nats/{found.unit}, {len(losses)} of {count} seeds",
+        flush=True,
     )
 
 

@@ -65,7 +65,7 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     assert any(line.startswith("| diff-tiny | 0 | ") for line in lines)
     assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
     check_table_and_curves_agree(out, rows, 1)
-    check_runs_that_exist(out, rows)
+    check_runs_that_exist(out, rows, capsys)
     before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
     assert call(*given, "--seeds", "0,1", "--batches", "1") == 0
     assert {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")} == before
@@ -82,7 +82,7 @@ def check_table_and_curves_agree(out, rows, batches):
         assert (largest - least) / 2 == pytest.approx(float(row[4]))
 
 
-def check_runs_that_exist(out, rows):
+def check_runs_that_exist(out, rows, capsys):
     """Compare runs that exist, by relative paths: two seeds make one row.
 
     If training has not evaluated on the asked batches, checkpoints give the curve.
@@ -90,7 +90,9 @@ def check_runs_that_exist(out, rows):
     folders = [f"{name}-tiny-seed{n}" for name in ("gpt", "diff") for n in (0, 1)]
     folders = [os.path.relpath(out / folder) for folder in folders]
     given = ["--workdirs", ",".join(folders), "--out", out / "again"]
+    capsys.readouterr()
     assert call(*given, "--batches", "1") == 0
+    assert "gpt-tiny: held-out loss" in capsys.readouterr().out.splitlines()[0]
     table = (out / "again" / "compare.csv").read_text().splitlines()
     assert [line.split(",") for line in table[1:]] == rows
     check_table_and_curves_agree(out / "again", rows, 1)
@@ -415,7 +417,7 @@ def test_tasks_are_columns_and_those_that_do_not_apply_are_dashes():
     b = [one._replace(headlines=one.headlines | {"λ": 0.25}) for one in b]
     found = compared({"a": a, "b": b})
     _, differences, table = found.tables
-    assert table.columns == ["configuration", "slope", "std", "λ", "std"]
+    assert table.columns == ["configuration", "slope", "± slope", "λ", "± λ"]
     spread = 0.25 / 2**0.5
     assert table.rows[0] == ["a", 0.625, pytest.approx(spread), None, None]
     assert table.rows[1] == ["b", 1.125, pytest.approx(spread), 0.25, 0.0]

@@ -127,8 +127,8 @@ def measure_tasks(
     for name in names:
         result = results[name] = tasks.measure(name, run, Options(batches=batches))
         found |= headlines(name, result)
-        if not (result.tables or result.figures):
-            remarks += result.text[:1]
+        if len(result.text) == 1 and not (result.tables or result.figures):
+            remarks += result.text
     text = report.to_json(tasks.describe_checkpoint(run), results)
     report.write(text.encode(), folder / "tasks.json", "--out")
     report.write_folder(results, folder)

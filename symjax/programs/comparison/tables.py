@@ -173,9 +173,9 @@ def _task_records(runs: dict[str, list[Evaluated]]) -> list[dict[str, Any]]:
 
 
 def _task_table(records: list[dict[str, Any]]) -> Table:
-    """Return the table of the records: each number, and its standard deviation."""
+    """Return the table of the records: means, and after ± standard deviations."""
     name, *labels = records[0]
-    columns = [name, *(x for label in labels for x in (label, "std"))]
+    columns = [name, *(x for label in labels for x in (label, f"± {label}"))]
     rows: list[list[Cell]] = [
         [x[name], *(cell for label in labels for cell in x[label].values())]
         for x in records

@@ -148,9 +148,14 @@ def _outliers(result: Result) -> Headlines:
 
 
 def _approximation(result: Result) -> Headlines:
-    """Return the errors of the layers' own features; a model without them has none."""
-    own = result.values["approximation"]["own"]
-    return {f"error of own {x}": _mean(own, x) for x in ("map", "output")}
+    """Return the errors of the layers' own features, and the least of random ones.
+
+    The first two are None if no layer uses features.
+    """
+    found = result.values["approximation"]
+    errors = {f"error of own {x}": _mean(found["own"], x) for x in ("map", "output")}
+    least = min(row["output"] for row in found["random"])
+    return errors | {"least error of output, random features": least}
 
 
 def _gradients(result: Result) -> Headlines:

@@ -106,8 +106,17 @@ CASES = {
         {"largest |score|": None, "largest |hidden|": 5.0},
     ),
     "approximation": (
-        {"approximation": {"own": [{"map": 0.5, "output": 0.25}]}},
-        {"error of own map": 0.5, "error of own output": 0.25},
+        {
+            "approximation": {
+                "own": [{"map": 0.5, "output": 0.25}],
+                "random": [{"output": 0.75}, {"output": 0.125}],
+            }
+        },
+        {
+            "error of own map": 0.5,
+            "error of own output": 0.25,
+            "least error of output, random features": 0.125,
+        },
     ),
     "gradients": (
         {"gradients": [{"largest": 0.25}, {"largest": 7.0}]},

@@ -121,6 +121,10 @@ class Attention(Keys):
         "which are also the values",
         ("none", "plain", "pairwise", "kv", "qkv"),
     )
+    symmetric_initial: bool = key(
+        False,
+        "keys with a projection of their own: it begins as a copy of that of queries",
+    )
     key_size: int = key(
         0,
         "features of a query or key per head, if values keep those of model.head_size; "

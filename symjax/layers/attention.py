@@ -128,6 +128,8 @@ class Attention(nnx.Module):
         self.query = linear(options.width, queries * size)
         if "key" in self.projections:
             self.key = linear(options.width, keys * size)
+            if self.chosen.symmetric_initial:
+                self.key.kernel[...] = jnp.copy(self.query.kernel[...])
         elif self.symmetric == "pairwise":
             draw = nnx.initializers.normal(size**-0.5)
             self.metric = nnx.Param(draw(rngs.params(), (queries, size, size)))

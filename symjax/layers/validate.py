@@ -14,6 +14,7 @@ from symjax.layers.parts.table import part_of
 # has the keys of its mechanism alone.
 OF_ATTENTION = (
     "symmetric",
+    "symmetric_initial",
     "key_size",
     "differential",
     "signals",
@@ -189,6 +190,8 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
             f"model.attention.key_norm {chosen.key_norm!r} needs symmetric keys, but "
             f"model.attention.symmetric is {chosen.symmetric!r}"
         )
+    if chosen.symmetric_initial:
+        _check_copied(options)
     _check_differential(options, names)
     if chosen.short_convolution and not config.is_causal(options):
         raise ValueError(
@@ -203,6 +206,22 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
         raise ValueError(
             "model.attention.position_term must be an even number of features, got "
             f"{chosen.position_term}"
+        )
+
+
+def _check_copied(options: config.Model) -> None:
+    """Raise if keys cannot begin with a copy of the projection of queries."""
+    kind, made = options.attention.symmetric, sizes(options)
+    if kind in FROM_QUERIES:
+        raise ValueError(
+            "model.attention.symmetric_initial needs keys with a projection of their "
+            f"own, but model.attention.symmetric is {kind!r}"
+        )
+    if made.queries != made.keys:
+        raise ValueError(
+            "model.attention.symmetric_initial needs as many key heads as query heads, "
+            f"got {made.keys} and {made.queries}: give model.kv_heads=0 and no "
+            "differential 'v2'"
         )
 
 
@@ -296,6 +315,7 @@ def _check_no_keys(options: config.Model, mechanism: str) -> None:
         ("model.kv_heads", options.kv_heads, (0, options.heads)),
         ("model.attention.symmetric", chosen.symmetric, ("none", "plain")),
         ("model.attention.key_norm", chosen.key_norm, ("none",)),
+        ("model.attention.symmetric_initial", chosen.symmetric_initial, (False,)),
         ("model.attention.differential", chosen.differential, ("none", "v1")),
     ):
         if value not in allowed:

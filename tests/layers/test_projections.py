@@ -8,6 +8,7 @@ from flax import nnx
 from projected import TIME, WIDTH, layer_of
 
 from symjax import config
+from symjax.layers import Attention
 
 
 def rms(x, scale=None):
@@ -125,6 +126,21 @@ def test_former_values_of_the_gate_mean_silu_and_none():
         assert config.Attention(output_gate=former).output_gate == present
 
 
+def test_keys_may_begin_as_the_queries_do():
+    def layer(**chosen):
+        options = config.Model(
+            width=WIDTH, heads=3, attention=config.Attention(**chosen)
+        )
+        return Attention(options, 0, rngs=nnx.Rngs(0))
+
+    for chosen in ({}, {"symmetric": "kv", "differential": "v1"}):
+        copied, drawn = layer(symmetric_initial=True, **chosen), layer(**chosen)
+        query = copied.query.kernel[...]
+        np.testing.assert_array_equal(copied.key.kernel[...], query)
+        np.testing.assert_array_equal(drawn.query.kernel[...], query)
+        assert abs(drawn.key.kernel[...] - query).max() > 0.1
+
+
 @pytest.mark.parametrize(
     ("choice", "words"),
     [
@@ -145,6 +161,14 @@ def test_former_values_of_the_gate_mean_silu_and_none():
         (
             {"lambda_initial": 0.5, "differential": "v1", "depth_offset": 1},
             "depth_offset 1 is of a λ_init by depth",
+        ),
+        (
+            {"symmetric": "plain", "symmetric_initial": True},
+            "a projection of their own, but model.attention.symmetric is 'plain'",
+        ),
+        (
+            {"differential": "v2", "symmetric_initial": True},
+            "as many key heads as query heads, got 3 and 6",
         ),
         ({"output_gate": "tanh"}, "output_gate 'tanh' is unknown: choose from"),
     ],

@@ -38,6 +38,7 @@ SUFFIXES = ".json", ".safetensors"  # of the files that are read
 FREE = (
     *("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length"),
     *("attention.implementation", "attention.chunk_size"),
+    "attention.symmetric_initial",
 )
 
 

@@ -66,8 +66,10 @@ def test_scores_of_matrices_that_are_known():
         {"symmetric": "pairwise"},
         {"differential": "v1"},
         {"differential": "v2", "kv_heads": 1},
+        {"differential": "v1", "signals": 2},
+        {"symmetric": "kv"},
     ],
-    ids=["grouped", "pairwise", "v1", "v2"],
+    ids=["grouped", "pairwise", "v1", "v2", "shared noise", "kv"],
 )
 def test_the_matrix_of_a_layer_is_the_sum_of_those_of_its_heads(chosen):
     model = made(**chosen)
@@ -84,6 +86,8 @@ def test_the_matrix_of_a_layer_is_the_sum_of_those_of_its_heads(chosen):
         else:
             key = np.split(np.float64(layer.key.kernel[...]), layer.mixer.sizes.keys, 1)
             key = [key[i * len(key) // len(query)] for i in range(len(query))]
+        if chosen.get("signals"):  # two signal maps, then the noise map of both
+            query, key = ([x[0], x[2], x[1], x[2]] for x in (query, key))
         assert query[0].shape[1] == size
         forms = [q @ k.T for q, k in zip(query, key, strict=True)]
         found = row["symmetry"], row["direction"]
@@ -94,10 +98,10 @@ def test_the_matrix_of_a_layer_is_the_sum_of_those_of_its_heads(chosen):
 
 
 def test_keys_that_are_queries_are_symmetric_and_gated_units_have_no_matrix():
-    finding = measured(made(symmetric="plain"))
-    for row in finding.values["symmetry"]:
-        assert row["symmetry"] == row["symmetry_of_heads"] == pytest.approx(1)
-        assert row["direction"] == pytest.approx(0, abs=1e-9)
+    for symmetric in ("plain", "qkv"):
+        for row in measured(made(symmetric=symmetric)).values["symmetry"]:
+            assert row["symmetry"] == row["symmetry_of_heads"] == pytest.approx(1)
+            assert row["direction"] == pytest.approx(0, abs=1e-9)
     mixed = measured(made(pattern=("softmax", "gau")))
     assert [row["layer"] for row in mixed.values["symmetry"]] == [0]
     assert "z is not linear: gau" in mixed.text[-1]

@@ -298,9 +298,8 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     heads, kind = mixer.sizes.heads, mixer.differential
     if kind != "none":
         lam = jnp.broadcast_to(operands["lam"].array, (*x.shape[:2], heads))
+    query, key = by_branch(mixer, query, key, value.shape[2])
     if mixer.signals > 1:  # each head has its own copy of the noise map that it shares
-        query = in_pairs(query, mixer.signals)
-        key = in_pairs(key, signal_keys(key.shape[2], value.shape[2]))
         mixer, operands = mixer.with_pairs(operands)
     shape = 1, length, value.shape[2], length
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
@@ -311,8 +310,8 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     # The arrays are traced here; `read` turns them into numpy arrays.
     return Layer._make(
         (
-            by_branch(query, heads, kind),
-            by_branch(key, heads, kind),
+            query,
+            key,
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
             scores,
             _products(mixer, operands, kind),
@@ -324,7 +323,18 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
     )
 
 
-def by_branch(x: Array, heads: int, kind: str) -> Array:
+def by_branch(
+    mixer: Mixer, query: Array, key: Array, value_heads: int
+) -> tuple[Array, Array]:
+    """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated."""
+    query = in_pairs(query, mixer.signals)
+    if mixer.signals > 1:
+        key = in_pairs(key, signal_keys(key.shape[2], value_heads))
+    heads, kind = mixer.sizes.heads, mixer.differential
+    return _by_branch(query, heads, kind), _by_branch(key, heads, kind)
+
+
+def _by_branch(x: Array, heads: int, kind: str) -> Array:
     """Reshape queries or keys [B T Nk H] to [B N P T H], shared ones repeated."""
     if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
         x = jnp.repeat(x, 2, axis=2)
@@ -396,7 +406,7 @@ def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | 
         return None
     maps = features(dict(mixer.options))
     query, key = (
-        by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
+        _by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
         for of, name in ((maps.query, "query"), (maps.key, "key"))
     )
     products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)

@@ -85,10 +85,10 @@ def symmetry(run: LoadedRun, options: Options) -> Result:
 def factors(layer: Attention) -> tuple[Factor, Factor]:
     """Return the weights of queries and keys [N D H] of all heads and branches.
 
-    Keys that heads share are repeated. Keys of symmetric attention are made from the
-    weights of queries, as the layer makes them from queries.
+    Keys and noise maps that heads share are repeated. Keys of symmetric attention are
+    made from the weights of queries, as the layer makes them from queries.
     """
-    sizes, kind = layer.mixer.sizes, layer.mixer.differential
+    sizes = layer.mixer.sizes
 
     def weights(name: str) -> Float[np.ndarray, "1 D K H"]:
         kernel = np.asarray(getattr(layer, name).kernel[...], np.float32)
@@ -99,9 +99,9 @@ def factors(layer: Attention) -> tuple[Factor, Factor]:
         key = jnp.asarray(weights("key"))
     elif layer.symmetric == "pairwise":
         key = attention.symmetric_key(query, layer.metric[...])
-    pair = (np.asarray(by_branch(x, sizes.heads, kind)[0]) for x in (query, key))
-    first, second = (x.reshape(-1, *x.shape[2:]).astype(np.float64) for x in pair)
-    return first, second
+    pair = by_branch(layer.mixer, query, key, sizes.kv_heads)
+    first, second = (np.asarray(x[0], np.float64) for x in pair)
+    return first.reshape(-1, *first.shape[2:]), second.reshape(-1, *second.shape[2:])
 
 
 def scores_of(query: Factor, key: Factor) -> Float[np.ndarray, "2 *N"]:

@@ -225,13 +225,19 @@ class Attention(Keys):
     function: str = key(
         "exp",
         "matrix_function: the function of A = QQᵀ that replaces the attention map",
-        ("exp", "expm1", "resolvent", "resolventm1"),
+        ("exp", "expm1", "resolvent", "resolventm1", "ones_plus"),
     )
     function_scale: float = key(
         1.0,
         "matrix_function: factor of A = QQᵀ / (n √H), where n is the number of visible "
-        "tokens",
+        "tokens in an encoder, and model.length in a decoder",
         least=0,
+    )
+    normalise: str = key(
+        "none",
+        "matrix_function: divide each row of the map by its sum (rows) or its length "
+        "(l2)",
+        ("none", "rows", "l2"),
     )
     output_gate: str = key(
         "none",

@@ -471,13 +471,85 @@ def decay(query, key, value, log_decay, sums=0, *, mask=None, segment_ids=None):
 # Functions of the matrix QQᵀ.
 
 
-def matrix_function(query, value, function, scale=None, mask=None):
+def matrix_function(query, value, function, scale=None, mask=None, normalise="none"):
     """Compute f(scale · QQᵀ) V of the visible tokens by the eigenvalues of QQᵀ."""
     output = np.zeros_like(value)
     for b, n in np.ndindex(query.shape[0], query.shape[2]):
         seen = np.ones(query.shape[1], bool) if mask is None else mask[b, 0, 0]
         rows, columns = query[b, seen, n], value[b, seen, n]
         factor = scale or 1 / (len(rows) * np.sqrt(rows.shape[1]))
-        values, vectors = np.linalg.eigh(factor * rows @ rows.T)
-        output[b, seen, n] = (vectors * function(values)) @ (vectors.T @ columns)
+        weights = function_of_scores(factor * rows @ rows.T, function)
+        output[b, seen, n] = rows_over_size(weights, normalise) @ columns
     return output
+
+
+def function_of_scores(scores, function):
+    """Return f(A) of a symmetric matrix, or 1 + A/‖A‖² if f is "ones_plus"."""
+    if function == "ones_plus":
+        return 1 + scores / (scores**2).sum()
+    values, vectors = np.linalg.eigh(scores)
+    return (vectors * function(values)) @ vectors.T
+
+
+def rows_over_size(weights, normalise):
+    """Divide every row by its sum ("rows") or by its length ("l2")."""
+    if normalise == "rows":
+        return weights / weights.sum(axis=-1, keepdims=True)
+    if normalise == "l2":
+        return weights / np.linalg.norm(weights, axis=-1, keepdims=True)
+    return weights
+
+
+def causal_matrix_function(
+    query,
+    value,
+    function,
+    scale,
+    *,
+    mask=None,
+    segment_ids=None,
+    log_decay=None,
+    normalise="none",
+):
+    """Compute the last row of f(scale · QQᵀ) V of every token and its visible past.
+
+    The eigenvalues of a prefix are the squared singular values of its Q. A decay since
+    token s multiplies q_s q_sᵀ and q_s v_sᵀ. Hidden tokens have a zero row.
+    """
+    output = np.zeros_like(value)
+    shown = seen(*query.shape[:2], query.shape[1], causal=True, mask=mask)
+    pairs = shown & seen(*query.shape[:2], query.shape[1], segment_ids=segment_ids)
+    decays = np.zeros(query.shape[:3]) if log_decay is None else log_decay
+    if mask is not None:
+        decays = np.where(mask[:, 0, 0, :, None], decays, 0)
+    sums = np.cumsum(decays, axis=1)
+    for b, t, n in np.ndindex(query.shape[:3]):
+        past = pairs[b, 0, t]
+        if not past[t]:
+            continue
+        root = np.exp((sums[b, t, n] - sums[b, past, n]) / 2)[:, None]
+        rows, columns = root * query[b, past, n], root * value[b, past, n]
+        if function == "ones_plus" or normalise != "none":
+            weights = function_of_scores(scale * rows @ rows.T, function)[-1]
+            output[b, t, n] = rows_over_size(weights, normalise) @ columns
+            continue
+        vectors, sizes, _ = np.linalg.svd(rows, full_matrices=False)
+        change = function(scale * sizes**2) - function(0.0)
+        reached = (vectors[-1] * change) @ (vectors.T @ columns)
+        output[b, t, n] = function(0.0) * value[b, t, n] + reached
+    return output
+
+
+def mesa(query, key, value, ridge, *, module=np, **options):
+    """Compute q (Λ + Σ k kᵀ)⁻¹ Σ k vᵀ over the keys that each token sees."""
+    pairs = seen(*query.shape[:2], key.shape[1], causal=True, **options)[:, 0]
+    used = pairs.any(axis=1)[..., None, None]
+    key, value = (module.where(used, x, 0) for x in (key, value))
+    pairs = pairs.astype(float)
+    moments = module.einsum("bts,bskh,bski->btkhi", pairs, key, key)
+    sums = module.einsum("bts,bskh,bskv->btkhv", pairs, key, value)
+    moments = moments + (ridge[..., None] * np.eye(key.shape[-1]))[None, None]
+    fit = module.repeat(
+        module.linalg.solve(moments, sums), query.shape[2] // key.shape[2], axis=2
+    )
+    return module.einsum("btnh,btnhv->btnv", query, fit)

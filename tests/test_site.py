@@ -14,7 +14,7 @@ from symjax import attention, exchange, layers, models
 
 PAGES = ROOT / "docs" / "mechanisms"
 TEXTS = {path.stem: path.read_text() for path in sorted(PAGES.glob("*.md"))}
-TYPES = {"Mechanism", "ScoreMechanism", "Statistics", "MECHANISMS", "BIDIRECTIONAL"}
+TYPES = {"Mechanism", "ScoreMechanism", "Statistics", "MECHANISMS"}
 # Pages of mechanisms that users import; the index maps mechanisms to pages.
 LISTED = re.findall(r"^\| \[.*?\]\((\w+)\.md\) \| (.*?) \|", TEXTS["index"], re.M)
 PAGE_OF = {name: page for page, cell in LISTED for name in re.findall(r"`(\w+)`", cell)}
@@ -147,7 +147,7 @@ def documented():
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)
 def test_every_public_name_is_in_the_api_reference(room):
     known = {path.rpartition(".")[2] for path in documented()}
-    tables = {"MECHANISMS", "BIDIRECTIONAL", "TABLES"}  # entries in words
+    tables = {"MECHANISMS", "TABLES"}  # entries in words
     assert {*room.__all__} - tables <= known
     assert all(f"`{name}`" in REFERENCE for name in tables)
 

@@ -10,6 +10,11 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
+from symjax.attention.causal_function import (
+    matrix_function_causal,
+    matrix_function_state,
+    matrix_function_step,
+)
 from symjax.attention.core.options import Option
 from symjax.attention.cosine import (
     cosine,
@@ -49,12 +54,12 @@ from symjax.attention.linear import (
 )
 from symjax.attention.matrix_function import matrix_function
 from symjax.attention.mechanisms import (
-    BIDIRECTIONAL,
     MECHANISMS,
     TABLES,
     Mechanism,
     table,
 )
+from symjax.attention.mesa import mesa_causal, mesa_state, mesa_step
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -77,7 +82,6 @@ from symjax.attention.sparse import entmax15, sparsemax
 from symjax.attention.symmetric import symmetric, symmetric_key
 
 __all__ = [
-    "BIDIRECTIONAL",
     "MECHANISMS",
     "Mechanism",
     "Option",
@@ -115,6 +119,12 @@ __all__ = [
     "linear_state",
     "linear_step",
     "matrix_function",
+    "matrix_function_causal",
+    "matrix_function_state",
+    "matrix_function_step",
+    "mesa_causal",
+    "mesa_state",
+    "mesa_step",
     "orthogonal_projection",
     "performer",
     "performer_causal",

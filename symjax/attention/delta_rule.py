@@ -15,12 +15,9 @@ of the keys Kimi Delta Attention. `delta_causal` reads the past, chunk by chunk,
 other; `solve_unit_lower` solves for all of them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -41,6 +38,7 @@ from symjax.attention.recurrent.decays import (
 )
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.recurrence import Schedule
+from symjax.attention.recurrent.triangular import solve_unit_lower
 
 
 class DeltaState(NamedTuple):
@@ -287,65 +285,3 @@ def _operands(
         log_decay = jnp.zeros(key.shape[2], sum_dtype(key))
     shared, own = shared_or_per_token(who, log_decay, key, mask, segment_ids)
     return shared, (beta, *own)
-
-
-def solve_unit_lower(
-    matrix: Float[Array, "*B T T"],
-    right: Float[Array, "*B T V"],
-    product: Callable[..., Array] = einsum,
-) -> Float[Array, "*B T V"]:
-    """Return X with (I + A) X = right, where A is the matrix below its diagonal.
-
-    X is computed from the inverse of I + A. Derivatives use the same inverse; the steps
-    that compute it are not differentiated.
-
-    Time T³/3 + T² V multiply-adds, in log₂ T steps.
-    `jax.scipy.linalg.solve_triangular` takes T steps on a TPU. On a CPU several of its
-    calls can deadlock, since each holds a thread while it waits for others (jaxlib
-    0.10.2: eight solves in one program on two cores).
-
-    Args:
-        product: the einsum that multiplies matrices.
-    """
-    below = jnp.tril(matrix, -1)
-    inverse = _inverse_unit_lower(jax.lax.stop_gradient(below), product)
-    times = partial(product, "...ts,...sv->...tv")
-    return jax.lax.custom_linear_solve(
-        lambda x: x + times(below, x),
-        right,
-        lambda _, x: times(inverse, x),
-        lambda _, x: times(jnp.swapaxes(inverse, -1, -2), x),
-    )
-
-
-def _inverse_unit_lower(
-    below: Float[Array, "*B T T"], product: Callable[..., Array]
-) -> Float[Array, "*B T T"]:
-    """Return (I + A)⁻¹, from the inverses of its diagonal blocks of 2, 4, 8 … rows.
-
-    With P and Q the inverses of two neighbouring blocks of n rows, the inverse of the
-    block of 2n rows is [[P, 0], [−Q A₂₁ P, Q]]. That of 2 rows is I − A.
-
-    The blocks are halved first, so that slices find all A₂₁. A gather of the diagonal
-    blocks would be slower and make a longer program.
-    """
-    *lead, length, _ = below.shape
-    size = max(2, 1 << (length - 1).bit_length())
-    if size > length:
-        missing = [(0, size - length)] * 2
-        below = jnp.pad(below, [(0, 0)] * len(lead) + missing)
-    blocks, corners = below[..., None, :, :], []
-    while (half := blocks.shape[-1] // 2) > 1:
-        corners.append(blocks[..., half:, :half])
-        first, second = blocks[..., :half, :half], blocks[..., half:, half:]
-        halves = jnp.concatenate([first[..., None, :, :], second[..., None, :, :]], -3)
-        blocks = jax.lax.collapse(halves, halves.ndim - 4, halves.ndim - 2)
-    ones = jnp.eye(2, dtype=below.dtype)
-    inverse = jax.lax.expand_dims(ones, range(blocks.ndim - 2)) - blocks
-    for corner in reversed(corners):
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -product("...ij,...jk,...kl->...il", second, corner, first)
-        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        lower = jnp.concatenate([corner, second], axis=-1)
-        inverse = jnp.concatenate([above, lower], axis=-2)
-    return inverse[..., 0, :length, :length]

@@ -23,15 +23,17 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.core.arguments import (
     as_array,
     check_arrays,
+    check_choice,
     check_mask,
     check_number,
     shown,
 )
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
-from symjax.attention.core.products import einsum
+from symjax.attention.core.products import einsum, over, over_root
 
 # Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
 DOUBLINGS, TERMS = 14, 10
+NORMALISE = "none", "rows", "l2"  # divisors of a row of f(A)
 
 
 def matrix_function(
@@ -42,6 +44,7 @@ def matrix_function(
     *,
     scale: float | Float[Array, ""] | None = None,
     alpha: float | Float[Array, ""] | None = None,
+    normalise: str = "none",
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
     """Return f(A) V, where A = scale · QQᵀ is the matrix of all scores.
@@ -50,11 +53,12 @@ def matrix_function(
     expm1          e^A − I
     resolvent      (I − αA)⁻¹
     resolventm1    (I − αA)⁻¹ − I
+    ones_plus      1 + A/‖A‖² for every score, with the sum ‖A‖² of all squared scores
     (a₀, a₁, …)    a₀ I + a₁ A + a₂ A² + …
 
-    There is no causal form: A is symmetric, and A² also connects two tokens through a
-    later token. Rows of f(A) do not sum to 1 and may have negative entries. The rank of
-    f(A) − f(0) I is at most H; e^A has full rank.
+    Rows of f(A) do not sum to 1 and may have negative entries, unless `normalise`
+    divides them. The rank of f(A) − f(0) I is at most H, and H + 1 for ones_plus; e^A
+    has full rank. `matrix_function_causal` is the causal form.
 
     Time O(T H (H + V)), plus O(H² V) per degree of a polynomial, or O(H³) for the other
     functions. Sums run in float32 at least. No ε is added.
@@ -69,6 +73,9 @@ def matrix_function(
             any Q: V minus its ridge regression on Q. For a positive α the resolvent is
             the sum of αᵏ Aᵏ only if α times the largest eigenvalue is below 1, which is
             not checked.
+        normalise: divide every row of f(A) by its sum ("rows") or by its length, the
+            root of the sum of squares ("l2"), or by nothing ("none"). A row whose sum
+            is 0 is zero. Sums may be near 0, since entries have both signs.
     Raises:
         ValueError: shapes that do not fit; an unknown function; alpha without a
             resolvent; a mask that hides pairs; segment_ids, since each segment would be
@@ -78,9 +85,10 @@ def matrix_function(
     """
     _check(query, value, mask, segment_ids)
     check_number("matrix_function", "scale", scale)
-    check_number("matrix_function", "alpha", alpha)
-    name, parameter = _parsed(function, alpha)
-    return _rows(name, SpectralOperands(query, value, parameter, scale, mask))
+    name, parameter = parsed_function("matrix_function", function, alpha)
+    check_choice("matrix_function", "normalise", normalise, NORMALISE)
+    operands = SpectralOperands(query, value, parameter, scale, mask)
+    return _rows(name, normalise, operands)
 
 
 class SpectralOperands(NamedTuple):
@@ -93,8 +101,10 @@ class SpectralOperands(NamedTuple):
     mask: Bool[Array, "B 1 1 T"] | None
 
 
-@on_any_mesh("name", specs=rows_alone)
-def _rows(name: str | None, operands: SpectralOperands) -> Float[Array, "B T N V"]:
+@on_any_mesh("name", "normalise", specs=rows_alone)
+def _rows(
+    name: str | None, normalise: str, operands: SpectralOperands
+) -> Float[Array, "B T N V"]:
     """Return f(A) V; the function is a polynomial if it has no name."""
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
@@ -103,28 +113,57 @@ def _rows(name: str | None, operands: SpectralOperands) -> Float[Array, "B T N V
     visible = jnp.asarray(query.shape[1], wide)
     if mask is not None:
         seen = jnp.broadcast_to(mask, (query.shape[0], 1, 1, query.shape[1]))
+        visible = jnp.maximum(seen.sum(axis=-1, keepdims=True), 1).astype(wide)
+    scale = 1 / (visible * query.shape[-1] ** 0.5) if scale is None else scale
+    scale = jnp.asarray(scale, wide)
+    if name == "ones_plus":
+        rows = with_ones(rows, scale)
+    if normalise == "rows":
+        columns = with_ones(columns)
+    if mask is not None:
         seen = jnp.moveaxis(seen, -1, 1)
         rows, columns = jnp.where(seen, rows, 0), jnp.where(seen, columns, 0)
-        visible = jnp.maximum(seen.sum(axis=1, keepdims=True), 1).astype(wide)
-    if scale is None:
-        scale = 1 / (visible * query.shape[-1] ** 0.5)
-    scaled = rows * jnp.asarray(scale, wide)
+    scaled = rows * scale
     gram = einsum("btnh,btng->bnhg", scaled, rows)
-    weighted = einsum("btnh,btnv->bnhv", scaled, columns)
     if name is None:
         constant, product = parameter[0], _polynomial
     else:
         constant, product = FUNCTIONS[name]
-    reached = einsum("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
-    return (constant * columns + reached).astype(value.dtype)
+
+    def reach(columns: Array) -> Array:
+        """Return (f(A) − f(0) I) columns."""
+        weighted = einsum("btnh,btnv->bnhv", scaled, columns)
+        return einsum("btnh,bnhv->btnv", rows, product(gram, weighted, parameter))
+
+    output = constant * columns + reach(columns)
+    if normalise == "rows":
+        output = over(output[..., :-1], output[..., -1:])
+    elif normalise == "l2":
+        identity = jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=wide), gram.shape)
+        scores = einsum("btnh,bnhg->btng", rows, product(gram, identity, parameter))
+        within = 2 * constant * scaled + einsum("btnh,bnhg->btng", scores, gram) * scale
+        squares = constant**2 + (scores * within).sum(axis=-1, keepdims=True)
+        output = over_root(output, squares)
+    return output.astype(value.dtype)
 
 
-def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
-    """Return a function's name and alpha, or None and a polynomial's coefficients."""
+def with_ones(x: Float[Array, "B T N H"], scale: Array | float = 1.0) -> Array:
+    """Return x with one more channel, 1/√scale. Its scores are 1 if x are queries."""
+    one = jnp.broadcast_to(jnp.asarray(scale, x.dtype) ** -0.5, (*x.shape[:-1], 1))
+    return jnp.concatenate([x, one], axis=-1)
+
+
+def parsed_function(who: str, function: Any, alpha: Any) -> tuple[str | None, Any]:
+    """Return a function's name and alpha, or None and a polynomial's coefficients.
+
+    Raises:
+        ValueError: the function is unknown, or alpha is given without a resolvent.
+    """
+    check_number(who, "alpha", alpha)
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(
-                f"matrix_function: function {function!r} is unknown: choose from "
+                f"{who}: function {function!r} is unknown: choose from "
                 f"{', '.join(FUNCTIONS)}, or give the coefficients of a polynomial"
             )
         if FUNCTIONS[function][1] is _resolvent:
@@ -132,15 +171,15 @@ def _parsed(function: Any, alpha: Any) -> tuple[str | None, Any]:
         name, parameter = function, None
     else:
         name = None
-        parameter = as_array("matrix_function", "function", function)
+        parameter = as_array(who, "function", function)
         if parameter.ndim != 1 or not parameter.size:
             raise ValueError(
-                "matrix_function: the coefficients of a polynomial are a₀, a₁, …, got "
-                f"shape {parameter.shape}"
+                f"{who}: the coefficients of a polynomial are a₀, a₁, …, got shape "
+                f"{parameter.shape}"
             )
     if alpha is not None:
         raise ValueError(
-            f"matrix_function: alpha belongs to a resolvent, got function {function!r}"
+            f"{who}: alpha belongs to a resolvent, got function {function!r}"
         )
     return name, parameter
 
@@ -187,12 +226,23 @@ def _polynomial(gram: Array, weighted: Array, coefficients: Array) -> Array:
     return total
 
 
+def _ones_plus(gram: Array, weighted: Array, _: None) -> Array:
+    """Return W divided by ‖A‖², except for its last row, that of the ones.
+
+    The last channel of the queries is the one of `with_ones`.
+    """
+    squares = (gram[..., :-1, :-1] ** 2).sum(axis=(-1, -2))[..., None, None]
+    scores = over(weighted[..., :-1, :], squares)
+    return jnp.concatenate([scores, weighted[..., -1:, :]], axis=-2)
+
+
 # Name → (f(0), (M, W, parameter) → g(M) W).
 FUNCTIONS: dict[str, tuple[float, Callable]] = {
     "exp": (1.0, _exponential),
     "expm1": (0.0, _exponential),
     "resolvent": (1.0, _resolvent),
     "resolventm1": (0.0, _resolvent),
+    "ones_plus": (0.0, _ones_plus),
 }
 
 

@@ -9,6 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from symjax.attention.causal_function import (
+    matrix_function_causal,
+    matrix_function_state,
+    matrix_function_step,
+)
 from symjax.attention.core.options import Option
 from symjax.attention.cosine import cosine, cosine_causal, cosine_state, cosine_step
 from symjax.attention.delta_rule import delta_causal, delta_state, delta_step
@@ -22,7 +27,8 @@ from symjax.attention.gated_linear import (
 )
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
-from symjax.attention.matrix_function import matrix_function
+from symjax.attention.matrix_function import FUNCTIONS, NORMALISE, matrix_function
+from symjax.attention.mesa import mesa_causal, mesa_state, mesa_step
 from symjax.attention.performer import (
     performer,
     performer_causal,
@@ -63,7 +69,8 @@ class Mechanism(NamedTuple):
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
         lengths: whether the numbers of keys and queries may differ.
-        segments: whether it takes `segment_ids`.
+        segments: whether it takes `segment_ids`; if it has a causal form, whether that
+            form does.
         keys: whether it takes keys; otherwise the queries are the keys.
         gated: whether it replaces a whole block: it cannot be chosen for an attention
             layer.
@@ -188,25 +195,26 @@ MECHANISMS = {
         memory="G (H + M + V) + M V",
     ),
     "matrix_function": Mechanism(
-        matrix_function,
-        options=("function", "scale", "alpha"),
+        *(matrix_function, matrix_function_causal),
+        *(matrix_function_step, matrix_function_state),
+        options=("function", "scale", "alpha", "normalise", "chunk_size"),
+        choices={"function": FUNCTIONS, "normalise": NORMALISE},
         grouped=False,
         lengths=False,
-        segments=False,
         keys=False,
         time="T H (H + V)",
-        memory="-",
+        memory="H (H + V)",
+    ),
+    "mesa": Mechanism(
+        *(mesa_causal, mesa_causal, mesa_step, mesa_state),
+        options=("chunk_size",),
+        operands=("ridge",),
+        bidirectional=False,
+        lengths=False,
+        time="T (H (H + V) + C (H + V + C))",
+        memory="H (H + V)",
     ),
 }
-
-# Mechanisms without a causal form, which only encoders can use. Encoders can also use
-# all other mechanisms with `bidirectional`.
-BIDIRECTIONAL = {
-    name: mechanism
-    for name, mechanism in MECHANISMS.items()
-    if mechanism.causal is None and not mechanism.is_causal
-}
-
 
 # Kind of name → the tables that have names of this kind. Users may add to them.
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {

@@ -76,12 +76,12 @@ class Mixer:
         """
         options, length = dict(self.options), operands["query"].array.shape[1]
         function = self.form.attend
-        if not self.form.keys:
-            function = _without_key(function)
         if self.causal and self.form.causal is not None:
             function = self.form.causal
         elif self.causal:
             options["is_causal"] = True
+        if not self.form.keys:
+            function = _without_key(function)
         group = options.get("group_size", 1)  # tokens that stay on one device
         axis = time_axis(length, group) if self.causal else None
         if axis is not None:  # time splits keys as it splits queries
@@ -153,6 +153,8 @@ class Mixer:
             function, options["return_state"] = self.form.causal, True
             if padding_mask is not None:
                 operands["mask"] = Operand(padding_mask[:, None, None], "B")
+        if not self.form.keys:
+            function = _without_key(function)
         return self._run(function, options, operands, ("BTN", axes))
 
     def _decode_scores(
@@ -246,6 +248,9 @@ class Mixer:
                 signals = self.signals if name == "query" else keys
                 paired = in_pairs(operand.array, signals)
                 operands[name] = operand._replace(array=paired)
+            elif operand.axes == "K":
+                paired = in_pairs(operand.array, keys, axis=0)
+                operands[name] = operand._replace(array=paired)
             elif operand.axes in ("N", "BN"):
                 axis = operand.axes.index("N")
                 repeated = jnp.repeat(operand.array, self.signals, axis=axis)
@@ -276,7 +281,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
     )
 
 
-def _without_key(attend: Callable) -> Callable:
+def _without_key(attend: Any) -> Callable:
     """Return `attend` of a mechanism without keys, with an argument `key` to ignore."""
 
     def run(query, key, value, **options) -> Any:
@@ -288,8 +293,8 @@ def _without_key(attend: Callable) -> Callable:
 def _state_first(step: Any) -> Callable:
     """Return a mechanism's step with the arguments of its causal form."""
 
-    def run(query, key, value, *, state, **options) -> Any:
-        return step(state, query=query, key=key, value=value, **options)
+    def run(*arrays, state, **options) -> Any:
+        return step(state, *arrays, **options)
 
     return run
 

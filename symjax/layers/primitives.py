@@ -58,6 +58,13 @@ def keep_for_backward(
     return checkpoint_name(features_last(x), name)
 
 
+def unit_length(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Return queries or keys of length 1; 1e-6 is added to the squared length."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    squares = (wide * wide).sum(axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(squares + 1e-6)).astype(x.dtype)
+
+
 def dropout(
     x: Float[Array, "*B D"], rate: float, key: Array | None
 ) -> Float[Array, "*B D"]:

@@ -66,7 +66,7 @@ CHANGING = (
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
     *("attention.window", "attention.mask_self", "attention.key_norm"),
     *("attention.decay", "attention.function", "attention.function_scale"),
-    *("attention.forget", "attention.sink"),
+    *("attention.forget", "attention.sink", "attention.normalise"),
     *("attention.features", "attention.feature_norms", "attention.feature_count"),
     *("attention.query_key_norm", "attention.output_gate"),
     *("attention.short_convolution", "attention.lambda_initial", "attention.head_norm"),
@@ -82,6 +82,8 @@ def changes(source: config.Model, target: config.Model) -> list[str]:
     names, models = CHANGING, (source, target)
     if all("flash" in config.mechanisms_of(x) for x in models):
         names += ("attention.chunk_size",)  # other mechanisms change by rounding alone
+    if all("matrix_function" in config.mechanisms_of(x) for x in models):
+        names += ("length",) if config.is_causal(source) else ()  # divides QQᵀ
     keys = [UNSHARED.get(x, x) for x in (y.attention.symmetric for y in models)]
     if keys[0] == "none" != keys[1]:
         names += ("attention.symmetric",)  # the mean of queries and keys

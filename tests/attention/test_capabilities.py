@@ -31,6 +31,7 @@ GIVEN = {
     "divisor": lambda keys, heads: 7.0,
     "group_size": lambda keys, heads: G,
     "function": lambda keys, heads: "exp",
+    "scale": lambda keys, heads: 0.3,
 }
 
 
@@ -83,7 +84,7 @@ def refused(words, name, **options):
 def test_causal_and_bidirectional(name):
     claims = capabilities(MECHANISMS[name])
     if MECHANISMS[name].causal is not None:
-        it_works(call(name, form="causal"))
+        it_works(call_with_own_keys(name, form="causal"))
     elif claims["causal"]:
         it_works(call(name, is_causal=True))
     else:
@@ -159,8 +160,9 @@ def test_more_or_fewer_keys_than_queries(name):
 @every_mechanism
 def test_segments(name):
     segments = jnp.zeros((B, T), jnp.int32)
+    form = "attend" if MECHANISMS[name].causal is None else "causal"
     if capabilities(MECHANISMS[name])["segments"]:
-        it_works(call_with_own_keys(name, segment_ids=segments))
+        it_works(call_with_own_keys(name, segment_ids=segments, form=form))
     else:
         refused("segment_ids", name, segment_ids=segments)
 
@@ -220,6 +222,7 @@ CHOSEN = {
     "group_size": 4,
     "function": "expm1",
     "alpha": None,
+    "normalise": "rows",
 }
 
 

@@ -71,6 +71,43 @@ def test_it_equals_its_definition(kind):
     assert not output[hidden].any()
 
 
+SIZED = [
+    *((kind, normalise) for kind in KINDS for normalise in ("rows", "l2")),
+    *(("ones_plus", normalise) for normalise in ("none", "rows", "l2")),
+]
+
+
+@pytest.mark.parametrize(("kind", "normalise"), SIZED)
+def test_rows_are_divided_by_their_sum_or_length(kind, normalise, x64):
+    query, value = inputs()
+    options, function = KINDS.get(kind, ({"function": kind}, kind))
+    for more in ({}, {"mask": hiding()}):
+        more = more | {"normalise": normalise, "scale": 0.1}
+        found = attention.matrix_function(query, value, **options, **more)
+        wanted = oracles.matrix_function(query, value, function, **more)
+        close(found, wanted, 1e-11)
+
+
+def test_the_figures_of_the_page(x64):
+    """What the maps of 256 random queries lack."""
+    query = np.random.default_rng(0).normal(size=(1, 256, 1, 16))
+    identity, least = np.eye(256)[None, :, None], 1 / (256 * 16**0.5)
+
+    def weights(*arguments, **options):
+        found = attention.matrix_function(query, identity, *arguments, **options)
+        return np.asarray(found)[0, :, 0]
+
+    sums = weights("exp", scale=16 * least).sum(axis=1)
+    np.testing.assert_allclose([sums.min(), sums.max()], [-114, 153], atol=0.5)
+    options = {"scale": 4 * least}
+    assert 0.49 < (weights("exp", **options) < 0).mean() < 0.5
+    divided = weights("exp", normalise="rows", **options)
+    np.testing.assert_allclose(np.abs(divided).max(), 16, atol=0.5)
+    divided = weights("exp", normalise="l2", **options)
+    np.testing.assert_allclose(np.diag(divided).mean(), 0.92, atol=0.006)
+    assert np.abs(weights("ones_plus", scale=0.25) - 1).max() < 2e-4
+
+
 def test_a_call_outside_jit_compiles_once(compilations):
     query, value = single(*inputs())
     attention.matrix_function(query, value, "exp")
@@ -256,6 +293,8 @@ def test_wrong_shapes_and_names_are_named():
     for function in ("exp", COEFFICIENTS):
         with pytest.raises(ValueError, match="alpha"):
             run(query, value, function, alpha=0.5)
+    with pytest.raises(ValueError, match="normalise 'l1' is unknown.*none, rows, l2"):
+        run(query, value, "exp", normalise="l1")
     with pytest.raises(ValueError, match=re.escape(str((B, T)))):
         run(query, value, "exp", segment_ids=np.zeros((B, T), int))
     with pytest.raises(TypeError, match="is_causal"):

@@ -137,11 +137,7 @@ def test_flash_and_gau_are_their_pure_functions():
     ("chosen", "changes", "words"),
     [
         ({"mechanism": "decay"}, {}, "'decay' has no bidirectional form"),
-        (
-            {"mechanism": "matrix_function"},
-            {"kind": "decoder", "classes": 0},
-            "'matrix_function' has no causal form: model.kind is 'decoder'",
-        ),
+        ({"mechanism": "mesa"}, {}, "'mesa' has no bidirectional form"),
         (
             {"mechanism": "matrix_function", "symmetric": "pairwise"},
             {},

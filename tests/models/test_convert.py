@@ -98,11 +98,13 @@ def converted(source, target):
             ),
         ),
         (model(mechanism="linear"), model(mechanism="linear", differential="v2")),
+        (model(mechanism="mesa"), model(mechanism="mesa", differential="v2")),
     ],
     ids=[
         *("v2", "own", "metric", "norms", "convolutions"),
         *("values of keys", "values of queries", "keys of queries", "term", "same"),
         *("universal", "decay", "mamba2", "hedgehog", "gau", "gau encoder", "linear"),
+        "mesa",
     ],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):
@@ -202,6 +204,14 @@ def test_the_chunk_size_is_named_where_it_changes_the_function(mechanism, named)
     differ = abs(scores(one, weights(one)) - scores(other, weights(one))).max()
     assert bool(differ > 1e-3) == bool(named)
     assert changes(one, other) == named
+
+
+def test_the_length_is_named_where_it_divides_the_scores():
+    source = replace(model(mechanism="matrix_function"), positions="rope")
+    target = replace(source, length=50)
+    one, other, _, _ = converted(source, target)
+    assert not np.allclose(one, other, rtol=1e-4, atol=1e-4)
+    assert changes(source, target) == ["model.length 40 → 50"]
 
 
 def test_symmetric_projections_are_the_mean_of_query_and_key():

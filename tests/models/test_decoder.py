@@ -159,6 +159,10 @@ OPTIONS = [
     {"heads": 4, "kv_heads": 2, "symmetric": "kv", "differential": "v1", "signals": 2},
     {"symmetric": "qkv", "position_term": 4, "differential": "v1", "positions": "rope"},
     {"heads": 4, "differential": "v1", "signals": 2, "position_term": 4},
+    {"mechanism": "matrix_function", "function": "resolvent", "differential": "v1"},
+    {"mechanism": "matrix_function", "function": "expm1", "chunk_size": 4},
+    {"mechanism": "mesa", "heads": 4, "kv_heads": 2, "chunk_size": 4},
+    {"mechanism": "mesa", "heads": 4, "differential": "v1", "signals": 2},
 ]
 
 
@@ -166,7 +170,28 @@ OPTIONS = [
 QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [
     OPTIONS[i]
-    for i in (1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31, 34, 36, 39)
+    for i in (
+        1,
+        4,
+        9,
+        14,
+        16,
+        17,
+        19,
+        22,
+        24,
+        25,
+        26,
+        27,
+        28,
+        30,
+        31,
+        34,
+        36,
+        39,
+        41,
+        43,
+    )
 ]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 

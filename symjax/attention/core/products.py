@@ -111,6 +111,17 @@ def sum_dtype(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def over(x: Array, size: Array) -> Array:
+    """Return x / size, and 0 where size is 0, with finite gradients."""
+    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
+
+
+def over_root(x: Array, square: Array) -> Array:
+    """Return x / √square, and 0 where square is not above 0, with finite gradients."""
+    root = jax.lax.rsqrt(jnp.where(square > 0, square, 1))
+    return jnp.where(square > 0, x * root, 0)
+
+
 def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
     """Return an einsum with float32 sums that is as precise as the arrays.
 

@@ -11,5 +11,8 @@ underflow.py      rows whose features underflow, computed again
 cancellation.py   rows read from a state whose features cancel
 bidirectional.py  linear attention of encoders: queries see all keys
 decays.py         products of decays inside a chunk: decay_causal and the delta rule
+power_series.py   power series of the matrix QQᵀ of every prefix
+ridge.py          ridge regression: the Mesa layer, resolvents of QQᵀ
+triangular.py     triangular systems and factors of the tokens of a chunk
 flash_groups.py   the engine of FLASH
 """

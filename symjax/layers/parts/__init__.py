@@ -5,4 +5,5 @@ table.py     PARTS: mechanism → Part
 decays.py    log-decays (RetNet, GLA, Mamba-2, …)
 delta.py     β and decay of the delta rule
 features.py  learned feature maps, random projections
+functions.py scale of functions of QQᵀ; ridge of the Mesa layer
 """

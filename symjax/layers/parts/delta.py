@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from symjax import config
 from symjax.layers.parts.decays import DECAY, decay_converted, decay_of
 from symjax.layers.parts.part import Part, Sizes, recurrence_flops
-from symjax.layers.primitives import Linear
+from symjax.layers.primitives import Linear, unit_length
 from symjax.layers.sharded import Operand
-
-EPSILON = 1e-6  # added to a squared length before its root
 
 
 def _weights(
@@ -35,16 +33,10 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
     operands = operands | {"beta": Operand(beta, "BTK")}
     for name in ("query", "key"):
         operand = operands[name]
-        operands[name] = operand._replace(array=_normalised(operand.array))
+        operands[name] = operand._replace(array=unit_length(operand.array))
     if layer.chosen.decay != "none":
         operands["log_decay"] = Operand(layer.decay(x), "BTK")
     return operands
-
-
-def _normalised(x: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    squares = (wide * wide).sum(axis=-1, keepdims=True)
-    return (wide * jax.lax.rsqrt(squares + EPSILON)).astype(x.dtype)
 
 
 def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:

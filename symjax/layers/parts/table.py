@@ -7,9 +7,9 @@ from symjax.attention import MECHANISMS, ScoreMechanism
 from symjax.layers.parts.decays import DECAY
 from symjax.layers.parts.delta import DELTA
 from symjax.layers.parts.features import COSINE, LINEAR, PERFORMER
+from symjax.layers.parts.functions import MATRIX_FUNCTION, MESA
 from symjax.layers.parts.part import Part, named_options
 from symjax.layers.parts.scores import SCORES
-from symjax.layers.sharded import Operand
 
 
 def _options_of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
@@ -39,21 +39,6 @@ def _flops_of_flash(mixer: Any, chosen: config.Attention, length: int) -> float:
     return pairs * (1 if mixer.causal else 2) + 4 * size * hidden
 
 
-def _scaled_queries(
-    layer: Any, x: Any, operands: dict[str, Operand]
-) -> dict[str, Operand]:
-    """Multiply queries by √function_scale, and so QQᵀ by function_scale."""
-    query = operands["query"].array * layer.chosen.function_scale**0.5
-    return operands | {"query": Operand(query, "BTN")}
-
-
-def _flops_of_a_matrix(mixer: Any, chosen: config.Attention, length: int) -> float:
-    """Return the operations of QᵀQ, of QᵀV, and of Q times their product."""
-    sizes = mixer.sizes
-    products = sizes.head_size**2 + 2 * sizes.head_size * sizes.value_size
-    return 2 * sizes.queries * products
-
-
 PARTS = {
     "softmax": SCORES._replace(exponential=True),
     "cosine": COSINE,
@@ -67,11 +52,8 @@ PARTS = {
         keys=lambda chosen: ("chunk_size",),
         flops=_flops_of_flash,
     ),
-    "matrix_function": Part(
-        operands=_scaled_queries,
-        keys=lambda chosen: ("function_scale",),
-        flops=_flops_of_a_matrix,
-    ),
+    "matrix_function": MATRIX_FUNCTION,
+    "mesa": MESA,
 }
 
 

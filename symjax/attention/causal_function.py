@@ -1,0 +1,252 @@
+"""Causal functions of QQᵀ: every row takes the function of its own prefix.
+
+    def causal(q, v, f, c):              # one head: q [T H], v [T V], f of numbers
+        out = []
+        for t in range(1, len(q) + 1):
+            values, vectors = np.linalg.eigh(c * q[:t] @ q[:t].T)
+            out.append((vectors * f(values)) @ (vectors.T @ v[:t]))
+        return np.stack([x[-1] for x in out])
+
+The lower triangle of f(c QQᵀ) would be another thing: the powers of A connect two
+tokens through a later one. With M_t = Σ_{s≤t} q_s q_sᵀ, S_t = Σ_{s≤t} q_s v_sᵀ and
+g(μ) = (f(μ) − f(0))/μ,
+
+    out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
+
+so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is the
+error of a ridge regression (`symjax.attention.mesa`). The other functions are power
+series (`symjax.attention.recurrent.power_series`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.arguments import (
+    check_arrays,
+    check_choice,
+    check_positive,
+    state_sizes,
+)
+from symjax.attention.core.products import over, sum_dtype
+from symjax.attention.matrix_function import NORMALISE, parsed_function, with_ones
+from symjax.attention.recurrent.decays import shared_or_per_token
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.power_series import (
+    MatrixFunctionState,
+    PowerSeries,
+    SeriesParameters,
+)
+from symjax.attention.recurrent.ridge import Mesa, MesaState
+
+
+def matrix_function_causal(
+    query: Float[Array, "B T N H"],
+    value: Float[Array, "B T N V"],
+    function: Any,
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    scale: float | Float[Array, ""],
+    alpha: float | Float[Array, ""] | None = None,
+    normalise: str = "none",
+    log_decay: Float[Array, "#B #T N"] | Float[Array, " N"] | None = None,
+    chunk_size: int = 64,
+    state: MatrixFunctionState | MesaState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
+) -> Any:
+    """Return the last row of `matrix_function` of each token and its past.
+
+    out[t] is the last row of f(A_t) V_t, where A_t = scale · Q_t Q_tᵀ is the matrix of
+    the scores of tokens 0 … t. Functions, `alpha` and `normalise`, which divides the
+    last row of f(A_t), are those of `matrix_function`.
+
+    Time O(T (H (H + V) + chunk_size (H + V))) times the terms of the function: one for
+    resolvents, the degree of a polynomial, 64 for exp and expm1. Sums run in float32 at
+    least. The backward pass saves one state per chunk. A hidden token changes no other
+    row, and its own row is zero.
+
+    The series of exp and expm1 converges for eigenvalues of A_t up to 30, in float64 up
+    to 18. A row whose series does not converge is NaN. With α > 0 all rows are NaN from
+    the chunk on in which α times an eigenvalue of A_t reaches 1.
+
+    Args:
+        scale: c, above 0, the same for all tokens: 1 / (n √H) for texts of at most n
+            tokens keeps the eigenvalues below the largest |q|²/√H, as the default of
+            `matrix_function` does. A scale that falls with the tokens read so far would
+            change no earlier row either, but (I − αcM)⁻¹ in all directions.
+        log_decay: at most 0, [N] or [B or 1, T or 1, N]: M and S are multiplied by
+            exp(log_decay) before a token is added. Not for resolvents: I + βM would
+            change in all directions at every token.
+        mask: True = attend; it may only hide keys.
+        state: from `matrix_function_state`, `matrix_function_step` or an earlier call
+            with the same function and scale.
+        chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`. Devices
+            also exchange matrices [H H].
+    Raises:
+        ValueError: shapes that do not fit; an unknown function; alpha without a
+            resolvent; log_decay with one; a mask that hides pairs; a state of other
+            sizes; `state` or `return_state` together with axis_name.
+    Source: this library. The resolvent with α < 0 is a Mesa layer (von Oswald et al.
+        2025, arXiv:2506.05233) with keys equal to queries.
+    """
+    who = "matrix_function_causal"
+    _check(who, query, value, scale)
+    options = {"alpha": alpha, "normalise": normalise, "log_decay": log_decay}
+    options |= {"mask": mask, "segment_ids": segment_ids}
+    form = _form(who, query, value, function, scale, **options)
+    result = attend_causal(
+        who,
+        form.recurrence,
+        *form.tokens,
+        mask,
+        parameters=form.parameters,
+        operands=form.operands,
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+        axis_name=axis_name,
+    )
+    rows, *end = result if return_state else (result,)
+    rows = over_their_sums(rows) if normalise == "rows" else rows
+    return (rows, *end) if return_state else rows
+
+
+def matrix_function_step(
+    state: MatrixFunctionState | MesaState,
+    query: Float[Array, "B 1 N H"],
+    value: Float[Array, "B 1 N V"],
+    function: Any,
+    *,
+    scale: float | Float[Array, ""],
+    alpha: float | Float[Array, ""] | None = None,
+    normalise: str = "none",
+    log_decay: Float[Array, "#B 1 N"] | Float[Array, " N"] | None = None,
+) -> tuple[Float[Array, "B 1 N V"], Any]:
+    """Return the output for one more token of `matrix_function_causal`, and the state.
+
+    Time O(H² + H V) for resolvents, by the formula of Sherman and Morrison, and
+    O(H² + H V) per term of the other functions.
+
+    Raises:
+        ValueError: as `matrix_function_causal`; more than one token.
+    """
+    who = "matrix_function_step"
+    _check(who, query, value, scale)
+    options = {"alpha": alpha, "normalise": normalise, "log_decay": log_decay}
+    form = _form(who, query, value, function, scale, **options)
+    more = {"parameters": form.parameters, "operands": form.operands}
+    rows, state = attend_step(who, form.recurrence, state, *form.tokens, **more)
+    return over_their_sums(rows) if normalise == "rows" else rows, state
+
+
+def matrix_function_state(
+    batch: int,
+    heads: int,
+    head_size: int,
+    value_size: int,
+    function: Any,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    alpha: float | Float[Array, ""] | None = None,
+    normalise: str = "none",
+    dtype: Any = jnp.float32,
+) -> MatrixFunctionState | MesaState:
+    """Return the state of `matrix_function_causal` before the first token.
+
+    It has H (H + V) numbers per head, float32 at least. The state of a resolvent is a
+    `MesaState`. `ones_plus` adds a channel of 1 to H, and normalise="rows" to V. The
+    state does not depend on `scale` and `alpha`.
+
+    Raises:
+        ValueError: a size or a dtype that is wrong, or an unknown function.
+    """
+    who = "matrix_function_state"
+    sizes = state_sizes(who, batch, heads, head_size, value_size, dtype)
+    name, _ = parsed_function(who, function, alpha)
+    check_choice(who, "normalise", normalise, NORMALISE)
+    recurrence = Mesa() if _is_resolvent(name) else PowerSeries(name)
+    more = (0, 0, int(name == "ones_plus"), int(normalise == "rows"))
+    sizes = tuple(x + y for x, y in zip(sizes, more, strict=True))
+    return recurrence.empty(None, sizes, dtype)
+
+
+def _is_resolvent(name: str | None) -> bool:
+    return name in ("resolvent", "resolventm1")
+
+
+def _check(who: str, query: Array, value: Array, scale: Any) -> None:
+    """Raise on shapes that do not fit, naming both, or a scale that is not above 0."""
+    check_arrays(who, query=query, value=value)
+    if query.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{who}: query [B T N H] and value [B T N V] must agree in batch, time and "
+            f"heads, got query {query.shape} and value {value.shape}"
+        )
+    check_positive(who, "scale", scale, needed=True)
+
+
+def over_their_sums(rows: Float[Array, "B T N V+1"]) -> Float[Array, "B T N V"]:
+    """Return rows divided by their last channel, the sum of the row of the matrix."""
+    return over(rows[..., :-1], rows[..., -1:])
+
+
+class _Form(NamedTuple):
+    """Arguments of the engine.
+
+    Attributes:
+        tokens: query, key and value. The queries are the keys.
+    """
+
+    recurrence: Any
+    tokens: tuple[Array, Array, Array]
+    parameters: Any
+    operands: tuple[Array, ...] = ()
+
+
+def _form(
+    who: str,
+    query: Array,
+    value: Array,
+    function: Any,
+    scale: Any,
+    *,
+    alpha: Any,
+    normalise: str,
+    log_decay: Any,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
+) -> _Form:
+    """Return the recurrence of a function, its tokens, parameters and operands."""
+    dtype = sum_dtype(query, value)
+    name, parameter = parsed_function(who, function, alpha)
+    check_choice(who, "normalise", normalise, NORMALISE)
+    scale = jnp.asarray(scale, dtype)
+    if name == "ones_plus":
+        query = with_ones(query.astype(dtype), scale)
+    if normalise == "rows":
+        value = with_ones(value)
+    tokens, unit_rows = (query, query, value), normalise == "l2"
+    if _is_resolvent(name):
+        if log_decay is not None:
+            raise ValueError(
+                f"{who}: log_decay is not possible with function {name!r}, whose state "
+                "would need a factorisation at every token"
+            )
+        recurrence = Mesa("error" if name == "resolvent" else "change", unit_rows)
+        return _Form(recurrence, tokens, -scale * jnp.asarray(parameter, dtype))
+    if parameter is not None:
+        parameter = jnp.asarray(parameter, dtype)
+    if log_decay is None:
+        log_decay = jnp.zeros(query.shape[2], dtype)
+    shared, operands = shared_or_per_token(who, log_decay, query, mask, segment_ids)
+    if any(x.shape[-1] > 1 for x in operands):
+        raise ValueError(
+            f"{who}: log_decay must have one number per head, [N] or [B T N], got "
+            f"{jnp.shape(log_decay)}"
+        )
+    parameters = SeriesParameters(scale, parameter, shared)
+    return _Form(PowerSeries(name, unit_rows), tokens, parameters, operands)

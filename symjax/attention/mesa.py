@@ -1,0 +1,159 @@
+"""The Mesa layer: what a query reads from the ridge regression of values on keys.
+
+    def mesa(q, k, v, ridge):  # one head: q, k [T H], v [T V]
+        moments, sums, out = ridge * np.eye(k.shape[1]), 0, []
+        for t in range(len(q)):
+            moments = moments + np.outer(k[t], k[t])
+            sums = sums + np.outer(k[t], v[t])
+            out.append(q[t] @ np.linalg.inv(moments) @ sums)
+        return np.stack(out)
+
+`mesa_causal` reads the past, chunk by chunk, and `mesa_step` adds one token to a state.
+
+The recurrence is in `symjax.attention.recurrent.ridge`. With keys equal to queries it
+is a causal function of QQᵀ, the resolvent (`symjax.attention.causal_function`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from symjax.attention.core.arguments import (
+    as_array,
+    check_heads,
+    check_positive,
+    state_sizes,
+)
+from symjax.attention.core.products import sum_dtype
+from symjax.attention.recurrent.engine import attend_causal, attend_step
+from symjax.attention.recurrent.ridge import Mesa, MesaState
+
+
+def mesa_causal(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K V"],
+    mask: Bool[Array, "B 1 1 T"] | None = None,
+    *,
+    ridge: float | Float[Array, " K"] | Float[Array, "K H"] = 1.0,
+    chunk_size: int = 64,
+    state: MesaState | None = None,
+    return_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    axis_name: str | None = None,
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], MesaState]:
+    """Return what queries read from the ridge regression of past values on past keys.
+
+    out[t] = q_t (Λ + Σ_{s≤t} k_s k_sᵀ)⁻¹ Σ_{s≤t} k_s v_sᵀ, with Λ = diag(ridge).
+
+    This is the delta rule with the best possible β for every token: the state holds the
+    linear map that fits all values so far. There is no scale and no denominator. Query
+    head n uses key head n // (N/K). Sums run in float32 at least. Time O(T (H² + H V +
+    chunk_size (H + V + chunk_size))): one factorisation [chunk_size chunk_size] a
+    chunk. The backward pass saves one state per chunk.
+
+    There is no decay: with one, P = (Λ + M)⁻¹ would change in all directions at every
+    token, so a chunk would need a factorisation [H H] for each of its tokens.
+
+    Args:
+        ridge: Λ, above 0: a number, one per key head, or one per key head and channel.
+        mask: True = attend; it may only hide keys. A hidden token is not read into the
+            state. Its own output is read from the state.
+        chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
+        state: from `mesa_state`, `mesa_step` or an earlier call with the same ridge.
+        return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
+            exchange matrices [H H].
+    Raises:
+        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
+            state of other sizes; `state` or `return_state` together with axis_name.
+    Source: von Oswald et al. 2025, arXiv:2506.05233. The paper solves by conjugate
+        gradients; here the solution is exact.
+    """
+    who = "mesa_causal"
+    query, key = _over_root_of_ridge(who, query, key, value, ridge)
+    return attend_causal(
+        who,
+        Mesa(),
+        query,
+        key,
+        value,
+        mask,
+        parameters=_one(query, key, value),
+        chunk_size=chunk_size,
+        state=state,
+        return_state=return_state,
+        segment_ids=segment_ids,
+        axis_name=axis_name,
+    )
+
+
+def mesa_step(
+    state: MesaState,
+    query: Float[Array, "B 1 N H"],
+    key: Float[Array, "B 1 K H"],
+    value: Float[Array, "B 1 K V"],
+    *,
+    ridge: float | Float[Array, " K"] | Float[Array, "K H"] = 1.0,
+) -> tuple[Float[Array, "B 1 N V"], MesaState]:
+    """Return the output for one more token of `mesa_causal`, and the new state.
+
+    Time O(H² + H V).
+
+    Raises:
+        ValueError: as `mesa_causal`; more than one token.
+    """
+    who = "mesa_step"
+    query, key = _over_root_of_ridge(who, query, key, value, ridge)
+    tokens = query, key, value
+    return attend_step(who, Mesa(), state, *tokens, parameters=_one(*tokens))
+
+
+def mesa_state(
+    batch: int,
+    kv_heads: int,
+    head_size: int,
+    value_size: int,
+    *,
+    dtype: Any = jnp.float32,
+) -> MesaState:
+    """Return the state of `mesa_causal` before the first token.
+
+    It has H (H + V) numbers per key head, float32 at least.
+
+    Raises:
+        ValueError: a size or a dtype that is wrong.
+    """
+    sizes = state_sizes("mesa_state", batch, kv_heads, head_size, value_size, dtype)
+    return Mesa().empty(None, sizes, dtype)
+
+
+def _one(*arrays: Array) -> Float[Array, ""]:
+    """Return β of keys that were divided by the root of the ridge: 1."""
+    return jnp.ones((), sum_dtype(*arrays))
+
+
+def _over_root_of_ridge(
+    who: str, query: Array, key: Array, value: Array, ridge: Any
+) -> tuple[Array, Array]:
+    """Return queries and keys divided by √ridge, so that Λ is the identity.
+
+    Raises:
+        ValueError: shapes that do not fit, or a ridge that is not above 0.
+    """
+    check_heads(who, query, key, value)
+    heads, size = key.shape[2:]
+    if isinstance(ridge, int | float):
+        check_positive(who, "ridge", ridge)
+        return query * ridge**-0.5, key * ridge**-0.5
+    ridge = as_array(who, "ridge", ridge)
+    if ridge.shape not in ((), (heads,), (heads, size)):
+        raise ValueError(
+            f"{who}: ridge must be one number, [{heads}] or [{heads}, {size}] for key "
+            f"{key.shape}, got {ridge.shape}"
+        )
+    factor = jax.lax.rsqrt(ridge.astype(sum_dtype(key, ridge)))
+    factor = factor.reshape((1, 1, -1, 1) if ridge.ndim < 2 else (1, 1, heads, size))
+    groups = 1 if ridge.ndim == 0 else query.shape[2] // heads
+    return query * jnp.repeat(factor, groups, axis=2), key * factor

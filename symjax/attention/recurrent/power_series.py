@@ -1,0 +1,208 @@
+"""Power series of the matrix QQᵀ of every prefix, as a recurrence.
+
+x ↦ M_t x for all tokens t of a chunk, with M_t = Σ_{s≤t} q_s q_sᵀ, is linear attention
+whose values are the keys. So a series in M_t costs as many of these products as it has
+terms, and no matrix of a single token is formed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.products import (
+    einsum,
+    over,
+    over_root,
+    products,
+    sum_dtype,
+)
+from symjax.attention.recurrent.chunks import (
+    Chunk,
+    Span,
+    chunk_of,
+    product_and_arrays,
+    time_first,
+)
+from symjax.attention.recurrent.decays import chunk_decays, times_decay
+from symjax.attention.recurrent.recurrence import Schedule
+
+# e^A is exact to rounding for eigenvalues up to 18 in float64, 30 in float32.
+TERMS = 64
+
+
+class MatrixFunctionState(NamedTuple):
+    """State of a power series of QQᵀ, in float32 at least."""
+
+    sums: Float[Array, "B K H V"]  # S = Σ q vᵀ
+    moments: Float[Array, "B K H H"]  # M = Σ q qᵀ
+
+
+class SeriesParameters(NamedTuple):
+    """Arrays that all tokens share.
+
+    Attributes:
+        scale: c.
+        coefficients: a₀, a₁, … of a polynomial; None for a named function.
+        log_decay: [K 1] if all tokens share it.
+    """
+
+    scale: Float[Array, ""]
+    coefficients: Float[Array, "degree+1"] | None
+    log_decay: Float[Array, "K 1"] | None
+
+
+class PreparedSeries(NamedTuple):
+    """A chunk, its decays, and the parameters of the function."""
+
+    chunk: Chunk
+    since: Float[Array, "#B K T 1"]  # log-decays, as in `ChunkDecays`
+    until: Float[Array, "B K T 1"]
+    through: Float[Array, "B K 1"]
+    pairs: Float[Array, "B K T T"]  # decays between tokens, 0 for later ones
+    scale: Float[Array, ""]
+    coefficients: Float[Array, "degree+1"] | None
+
+
+@dataclass(frozen=True)
+class PowerSeries:
+    """Recurrence of a function of QQᵀ that is a power series.
+
+    Attributes:
+        name: "exp", "expm1" or "ones_plus"; None for a polynomial.
+        unit_rows: divide every row of the matrix by its length.
+    """
+
+    kernel = None
+    name: str | None
+    unit_rows: bool = False
+
+    def schedule(self) -> Schedule:
+        # The derivative of a series keeps its terms, which are TERMS times the queries.
+        return Schedule(on_one_gpu_only=True)
+
+    def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MatrixFunctionState:
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        moments = jnp.zeros((*sizes[:3], sizes[2]), dtype)
+        return MatrixFunctionState(jnp.zeros(sizes, dtype), moments)
+
+    def prepare(self, parameters: SeriesParameters, span: Span) -> PreparedSeries:
+        chunk = chunk_of(span)
+        scale, coefficients, shared = parameters
+        one = jnp.ones((*chunk.key.shape[:3], 1), sum_dtype(*chunk[:3]))
+        since, until, through, pairs = chunk_decays(shared, one[:, :, None], one, chunk)
+        decays = since, until, through, pairs[:, :, 0]
+        return PreparedSeries(chunk, *decays, scale, coefficients)
+
+    def advance(
+        self, state: MatrixFunctionState, prepared: PreparedSeries
+    ) -> tuple[MatrixFunctionState, Float[Array, "B T K 1 V"]]:
+        product, _, key, value = product_and_arrays(prepared.chunk)
+
+        def read(x: Array, sums: Array, written: Array) -> Array:
+            """Return x_t · (Σ_{s≤t} q_s written_sᵀ), with decays."""
+            past = times_decay(x, prepared.since)
+            weights = prepared.pairs * product("bkth,bksh->bkts", x, key)
+            inside = product("bkts,bksv->bktv", weights, written)
+            return product("bkth,bkhv->bktv", past, sums) + inside
+
+        def times_matrix(x: Array) -> Array:
+            return prepared.scale * read(x, state.moments, key)
+
+        constant, reached = self._row(state, prepared, key, times_matrix)
+        rows = prepared.scale * read(reached, state.sums, value) + constant * value
+        if self.unit_rows:
+            within = 2 * constant * key + times_matrix(reached)
+            squares = prepared.scale * (reached * within).sum(axis=-1)
+            rows = over_root(rows, (constant**2 + squares)[..., None])
+        own, through = self.effect(prepared)
+        return _decayed_sum(state, own, through), time_first(rows[:, :, None])
+
+    def _row(
+        self,
+        state: MatrixFunctionState,
+        prepared: PreparedSeries,
+        key: Array,
+        times_matrix: Callable[[Array], Array],
+    ) -> tuple[Any, Array]:
+        """Return f(0) and g(A_t) q_t for every token t."""
+        if prepared.coefficients is not None:
+            coefficients = prepared.coefficients
+            return coefficients[0], _horner(times_matrix, key, coefficients)
+        if self.name == "ones_plus":
+            norms = self._squared_norms(state, prepared, key[..., :-1])
+            scores = over(key[..., :-1], norms[..., None])
+            return 0, jnp.concatenate([scores, key[..., -1:]], axis=-1)
+        return 1 if self.name == "exp" else 0, _exponential(times_matrix, key)
+
+    def _squared_norms(
+        self,
+        state: MatrixFunctionState,
+        prepared: PreparedSeries,
+        query: Float[Array, "B K T H"],
+    ) -> Float[Array, "B K T"]:
+        """Return ‖A_t‖², the sum of all squared scores of every prefix."""
+        product = products(*prepared.chunk[:3])
+        moments = state.moments[..., :-1, :-1]
+        left = jnp.exp(prepared.since[..., 0])
+        both = einsum("bkth,bkhi,bkti->bkt", query, moments, query)
+        both = left * product("bkts,bks->bkt", prepared.pairs, both)
+        scores = product("bkth,bksh->bkts", query, query)
+        inside = product("bkts,bksr->bktr", prepared.pairs, scores**2)
+        inside = (inside * prepared.pairs).sum(axis=-1)
+        past = left**2 * (moments**2).sum(axis=(-1, -2))[..., None]
+        return prepared.scale**2 * (past + 2 * both + inside)
+
+    def effect(
+        self, prepared: PreparedSeries
+    ) -> tuple[MatrixFunctionState, Float[Array, "B K 1"]]:
+        product, _, key, value = product_and_arrays(prepared.chunk)
+        kept = times_decay(key, prepared.until)
+        moments = product("bkth,bkti->bkhi", kept, key)
+        sums = product("bkth,bktv->bkhv", kept, value)
+        return MatrixFunctionState(sums, moments), prepared.through
+
+    def merge(self, one: tuple, two: tuple) -> tuple[MatrixFunctionState, Array]:
+        return _decayed_sum(one[0], two[0], two[1]), one[1] + two[1]
+
+
+def _decayed_sum(
+    earlier: MatrixFunctionState,
+    later: MatrixFunctionState,
+    through: Float[Array, "B K 1"],
+) -> MatrixFunctionState:
+    """Return the earlier state, decayed by exp(through), plus the later one."""
+    left = jnp.exp(through)[..., None]
+    return jax.tree.map(lambda x, y: left * x + y, earlier, later)
+
+
+def _horner(
+    times_matrix: Callable[[Array], Array], query: Array, coefficients: Array
+) -> Array:
+    """Return (a₁ + a₂ A + a₃ A² + …) q."""
+    total = jnp.zeros_like(query)
+    for number, coefficient in enumerate(reversed(jnp.unstack(coefficients)[1:])):
+        total = times_matrix(total) if number else total
+        total = total + coefficient * query
+    return total
+
+
+def _exponential(times_matrix: Callable[[Array], Array], query: Array) -> Array:
+    """Return (1 + A/2! + A²/3! + …) q, and NaN where it has not converged.
+
+    No terms cancel, since A has no negative eigenvalue.
+    """
+
+    def add(carry: tuple[Array, Array], number: Array) -> tuple[tuple, None]:
+        total, term = carry
+        term = times_matrix(term) / number
+        return (total + term, term), None
+
+    numbers = jnp.arange(2, TERMS + 1, dtype=query.dtype)
+    (total, term), _ = jax.lax.scan(jax.checkpoint(add), (query, query), numbers)
+    size, rest = (jnp.abs(jax.lax.stop_gradient(x)).max(-1) for x in (total, term))
+    converged = rest <= 4 * jnp.finfo(query.dtype).eps * size
+    return jnp.where(converged[..., None], total, jnp.nan)

@@ -1,0 +1,190 @@
+"""The Mesa layer: equal to ridge regressions, in any chunks, over devices, stepwise."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import laws
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from laws import CHUNK, B, H, K, N, T, V, close, hiding, inputs
+
+from symjax.attention.delta_rule import delta_causal
+from symjax.attention.differential import differential
+from symjax.attention.mesa import MesaState, mesa_causal, mesa_state, mesa_step
+
+RIDGE = np.random.default_rng(3).uniform(0.5, 2.0, (K, H))
+
+
+class Regression(laws.Mechanism):
+    """A mechanism whose oracle solves one ridge regression per token."""
+
+    def oracle(self, query, key, value, *, causal=True, **options):
+        return oracles.mesa(query, key, value, np.full(key.shape[2:], 0.8), **options)
+
+
+CAUSAL = partial(mesa_causal, ridge=0.8, chunk_size=CHUNK)
+MESA = Regression(CAUSAL, CAUSAL, partial(mesa_step, ridge=0.8), mesa_state, None)
+
+
+@pytest.mark.parametrize("law", laws.CAUSAL_LAWS, ids=lambda law: law.__name__)
+def test_the_mesa_layer_obeys(law):
+    law(MESA)
+
+
+def by_tokens(arrays, sums, inverse):
+    """Return the output and the last state, one solve [H H] per token."""
+    moments = jnp.linalg.inv(inverse)
+
+    def token(state, now):
+        moments, sums = state
+        query, key, value = now
+        moments = moments + key[..., :, None] * key[..., None, :]
+        sums = sums + key[..., None] * value[..., None, :]
+        fit = jnp.repeat(jnp.linalg.solve(moments, sums), N // K, axis=1)
+        return (moments, sums), jnp.einsum("bnh,bnhv->bnv", query, fit)
+
+    moved = [jnp.moveaxis(x, 1, 0) for x in arrays]
+    (moments, sums), outputs = jax.lax.scan(token, (moments, sums), tuple(moved))
+    return jnp.moveaxis(outputs, 0, 1), MesaState(sums, jnp.linalg.inv(moments))
+
+
+def by_chunks(arrays, *state):
+    options = {"state": MesaState(*state), "return_state": True}
+    return mesa_causal(*arrays, **options)
+
+
+def by_steps(arrays, *state):
+    def token(state, now):
+        output, state = mesa_step(state, *(x[:, None] for x in now))
+        return state, output[:, 0]
+
+    moved = [jnp.moveaxis(x, 1, 0) for x in arrays]
+    state, outputs = jax.lax.scan(token, MesaState(*state), tuple(moved))
+    return jnp.moveaxis(outputs, 0, 1), state
+
+
+def graded(form, arrays, *state):
+    """Return output, last state, and gradients of a weighted sum of both."""
+    rng = np.random.default_rng(1)
+    weigh = rng.normal(size=(B, arrays[0].shape[1], N, V))
+    weigh_end = rng.normal(size=(B, K, H, V)), rng.normal(size=(B, K, H, H))
+
+    def loss(arrays, *state):
+        output, end = form(arrays, *state)
+        ends = sum((x * y).sum() for x, y in zip(end, weigh_end, strict=True))
+        return (output * weigh).sum() + ends, (output, end)
+
+    gradients, both = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(arrays, *state)
+    *of_arrays, of_inverse = gradients
+    of_inverse += jnp.swapaxes(of_inverse, -1, -2)  # P is symmetric
+    return jax.tree.map(np.asarray, (both, of_arrays, of_inverse))
+
+
+def test_2048_tokens_are_one_regression_each_in_float64(x64):
+    """Chunks and steps: output, state and gradients, from a state that is not empty."""
+    arrays, rng = inputs(2048), np.random.default_rng(4)
+    root = rng.normal(size=(B, K, H, H))
+    state = rng.normal(size=(B, K, H, V)), root @ np.swapaxes(root, -1, -2) / H
+    wanted = graded(by_tokens, arrays, *state)
+    for form in (by_chunks, by_steps):
+        found = graded(form, arrays, *state)
+        for one, two in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            close(one, two, 1e-9)
+
+
+def test_the_loop_over_tokens_is_the_definition(x64):
+    arrays = inputs()
+    identity = np.broadcast_to(np.eye(H), (B, K, H, H))
+    output, _ = by_tokens(arrays, np.zeros((B, K, H, V)), identity)
+    close(output, oracles.mesa(*arrays, np.ones((K, H))), 1e-12)
+
+
+@pytest.mark.parametrize("devices", [2, 5])
+def test_time_split_over_devices_changes_nothing(devices):
+    """Output and gradients, with hidden tokens and segments that cross devices."""
+    length = 20
+    arrays = [x.astype(np.float32) for x in inputs(length)]
+    options = {
+        "mask": hiding(length),
+        "segment_ids": np.repeat([[0, 1, 1, 2], [3, 3, 3, 3]], 5, axis=1),
+    }
+    weigh = np.random.default_rng(1).normal(size=(B, length, N, V)).astype(np.float32)
+    time, hidden = P(None, "time"), P(None, None, None, "time")
+    mesh = jax.make_mesh(
+        (devices,),
+        ("time",),
+        axis_types=(AxisType.Auto,),
+        devices=jax.devices()[:devices],
+    )
+    split = jax.shard_map(
+        lambda arrays, mask, ids: mesa_causal(
+            *arrays, mask, chunk_size=3, segment_ids=ids, axis_name="time"
+        ),
+        mesh=mesh,
+        in_specs=(time, hidden, time),
+        out_specs=time,
+    )
+
+    def graded(form):
+        return jax.jit(jax.value_and_grad(lambda x: (form(x) * weigh).sum()))(arrays)
+
+    found = graded(lambda x: split(x, *options.values()))
+    wanted = graded(lambda x: mesa_causal(*x, **options))
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(one, np.asarray(two), 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (K,), (K, H)])
+def test_a_ridge_may_be_a_number_per_head_or_channel(shape):
+    ridge = RIDGE[{0: (0, 0), 1: (slice(None), 0), 2: ()}[len(shape)]]
+    wide = ridge.reshape((*shape, *[1] * (2 - len(shape))))
+    wanted = oracles.mesa(*inputs(), np.broadcast_to(wide, (K, H)))
+    single = [x.astype(np.float32) for x in inputs()]
+    close(mesa_causal(*single, ridge=ridge), wanted, 3e-6)
+    if not shape:
+        close(mesa_causal(*single, ridge=float(ridge)), wanted, 3e-6)
+
+
+def test_a_small_ridge_recalls_every_value():
+    """The regression through H independent keys has no error. The delta rule, which
+    changes the state by one key at a time, has one."""
+    query, key, value = (x[:, :H].astype(np.float32) for x in inputs())
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    query, ones = np.repeat(key, N // K, axis=2), np.ones((B, H, K), np.float32)
+    wanted = np.repeat(value, N // K, axis=2)
+    options = {"return_state": True}
+    _, state = mesa_causal(query, key, value, ridge=1e-5, **options)
+    fit = np.asarray(state.inverse @ state.sums) * 1e5**0.5
+    found = np.einsum("btkh,bkhv->btkv", key, fit)
+    close(np.repeat(found, N // K, axis=2), wanted, 0.02)
+    _, state = delta_causal(query, key, value, ones, **options)
+    error = np.einsum("btkh,bkhv->btkv", key, state.sums) - value
+    assert np.abs(error[:, 0]).max() > 0.5
+
+
+def test_differential_subtracts_two_regressions():
+    query, key, value = inputs()
+    key, value, lam = key[:, :, :2], value[:, :, :1], 0.4
+    ridge = np.ones((1, H))
+    one, two = (
+        oracles.mesa(query[:, :, b::2], key[:, :, [b]], value, ridge) for b in (0, 1)
+    )
+    arrays = [x.astype(np.float32) for x in (query, key, value)]
+    close(differential(*arrays, lam, attend=mesa_causal), one - lam * two, 5e-6)
+
+
+def test_a_wrong_ridge_is_named():
+    arrays = inputs(dtype=np.float32)
+    for shape in ((N,), (H,), (B, T, K)):
+        with pytest.raises(ValueError) as refusal:
+            mesa_causal(*arrays, ridge=np.ones(shape, np.float32))
+        assert str(shape) in str(refusal.value)
+        assert str(arrays[1].shape) in str(refusal.value)
+    with pytest.raises(ValueError, match="mesa_causal: ridge must be positive.* 0"):
+        mesa_causal(*arrays, ridge=0.0)
+    with pytest.raises(ValueError, match="need a MesaState.*got a MesaState"):
+        mesa_causal(*arrays, state=mesa_state(B, K, H, V + 1))

@@ -153,8 +153,8 @@ class Attention(Keys):
     )
     head_norm: bool = key(
         True,
-        "RMSNorm of every output head of differential v1 and of mechanisms without a "
-        "denominator",
+        "RMSNorm of every output head of differential v1, and of decay, delta and "
+        "other mechanisms that have such a norm",
     )
     length_base: int = key(
         0,
@@ -164,8 +164,8 @@ class Attention(Keys):
     )
     window: int = key(
         0,
-        "number of tokens that a token sees: itself and those before it, in an encoder "
-        "also as many after it; 0: all",
+        "window n: a token sees itself and the n − 1 tokens before it, in an encoder "
+        "also the n − 1 tokens after it; 0: all",
         least=0,
     )
     forget: str = key(
@@ -500,7 +500,7 @@ class Optimizer(Keys):
 
     name: str = key(
         "adamw",
-        "optax optimizer; muon updates the matrices of blocks, and adamw all other "
+        "optax optimizer; muon updates the kernels of blocks, and adamw all other "
         "weights",
         ("adamw", "adam", "lion", "sgd", "muon"),
     )

@@ -20,7 +20,7 @@ FIXED = ("model", "data", "optimizer", "seed", "batch_size")
 # Values of keys for a run that began before these keys existed, where they are not the
 # defaults. Such a run continues with these values.
 BEFORE = {"optimizer.version": 1}
-FREE = (  # keys that may change, because they change no result
+FREE = (  # keys that may change, because they change results by rounding at most
     "data.cache",
     "model.remat",
     "model.scan_layers",

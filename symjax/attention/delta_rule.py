@@ -63,10 +63,10 @@ class DeltaRule:
     as `parameters`; otherwise it is a second operand.
 
     The change that a token writes depends on the changes of the tokens before it. With
-    E_ts the decay between tokens s and t, and S_t the state before the chunk decayed to
-    t, the change of token t is
+    E_ts the decay between tokens s and t, S the state before the chunk, and E_t its
+    decay until token t, the change of token t is
 
-    u_t = β_t (v_t − k_t·S_t − Σ_{s<t} (k_t·k_s E_ts) u_s)
+    u_t = β_t (v_t − k_t·(E_t S) − Σ_{s<t} (k_t·k_s E_ts) u_s)
 
     This is a unit-triangular system (the WY form). No decay is divided by another.
 

@@ -91,8 +91,8 @@ def differential(
     noise map A₂, and each has its signal map A₁ and its λ. There are N/r noise heads,
     so query is [B T N(1 + 1/r) H]. Every group of r signal heads is followed by its
     noise head. Keys have a signal key for each of the K value heads, and min(K, N/r)
-    noise keys. They are ordered alike: equal groups of signal keys, each followed by
-    its noise key. With K ≤ N/r, key is [B S 2K H] as with r = 1; with K = N, each query
+    noise keys: K / min(K, N/r) signal keys, then their noise key, and so on. With
+    K ≤ N/r, key is [B S 2K H] as with r = 1; with K = N, each query
     head has its own key.
 
     Without a kernel, a score mechanism subtracts the two maps block by block and
@@ -109,9 +109,9 @@ def differential(
         attend: a mechanism with the arguments (query, key, value, **options). If it
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has one head per noise head [N/r],
-            or one for all; alibi and sink have one number per noise head. Log-decays
-            and the like have one per key head; they need 2K unless `attend` is a score
-            mechanism.
+            or one for all; alibi and sink have one number per noise head. Arrays with
+            an entry per token and key head, such as log-decays, have the heads of key;
+            mechanisms without scores need 2K key heads for them.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

@@ -50,7 +50,7 @@ def with_segment_ids(
 
     If a separator is shared, it is part of both documents: the last target of the
     earlier document, and the first input of the later one. So an input has the segment
-    id of the token after it, its target, and all targets stay:
+    id of its target, the next token, and all targets stay:
 
         text      a a ␀ b b        inputs a a ␀ b    ids 0 0 1 1
                                    targets  a ␀ b b

@@ -84,8 +84,9 @@ def open_examples(
 def _joined(corpus: Corpus) -> Corpus:
     """Return a corpus with joined documents, for an encoder.
 
-    The unigram cross-entropy is computed again over all tokens, if the corpus left out
-    first tokens of documents, which are no targets of a decoder.
+    In joined documents every token is a target. If the unigram cross-entropy of the
+    corpus leaves out the first tokens of documents, it is computed again over all
+    tokens.
     """
     references = corpus.references
     if corpus.ends and not corpus.shared:

@@ -89,7 +89,7 @@ def _position(result: Result) -> Headlines:
 
 
 def _noise(result: Result) -> Headlines:
-    """Return the shares of A, the map that a layer uses, and of no branch of it."""
+    """Return the shares of the map A that a layer uses, without those of branches."""
     rows = [row for row in result.values["noise"] if row["map"] == "A"]
     return {f"share on the {x}": _mean(rows, x) for x in ("answer", "context")}
 

@@ -73,7 +73,8 @@ class Attention(nnx.Module):
     model.head_size, and values of twice that size; its output passes an RMSNorm and is
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
     model.head_size, that share one key, and λ is the sigmoid of a linear map of the
-    token. The output of mechanisms without a denominator passes an RMSNorm per head.
+    token. The output of decay, delta rule and other parts with `head_norm` passes an
+    RMSNorm per head.
     `head_norm=False` leaves out both norms, and keeps 1 − λ_init.
 
     With `symmetric` kv and qkv, values are the projection of the keys or the queries,
@@ -87,8 +88,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
-    # Attributes whose number depends on the layer's depth: `symjax.models.scanned` runs
-    # all layers in one loop, and passes the loop an array of each.
+    # Attributes with another value in each layer. `symjax.models.scanned` runs all
+    # layers in one loop, and passes the loop an array with the values of an attribute.
     BY_DEPTH = ("lambda_initial",)
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -209,7 +210,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Read the next T tokens of each example: (output, new cache).
 
-        The arguments are those of `Mixer.decode`.
+        `cache`, `position` and `padding_mask` are those of `Mixer.decode`.
         """
         positions, inputs = position[:, None] + jnp.arange(x.shape[1])[None], None
         if self.chosen.short_convolution:

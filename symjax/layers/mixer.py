@@ -61,9 +61,10 @@ class Mixer:
 
     @property
     def computed(self) -> Sizes:
-        """The sizes that are computed: only score mechanisms share noise maps.
+        """Sizes of the arrays that the mechanism gets.
 
-        All other mechanisms repeat noise heads, and have a state for each signal head.
+        Score mechanisms get one noise head per group of signal heads. For all other
+        mechanisms it is repeated for each signal head, which then has a state for it.
         """
         shares = self.signals == 1 or self.form.implementations
         return self.sizes if shares else self.sizes.with_pairs()

@@ -79,10 +79,10 @@ def per_device(
 ) -> Any:
     """Call function(**operands) on each device, for its own examples and heads.
 
-    Attention needs no communication between examples or heads. Inside a `shard_map` the
-    compiler cannot add any. Without a `shard_map` it gathers the sharded batch on every
-    device if the function loops over examples. A mesh of one device needs no
-    `shard_map`; on a CPU it would only add a copy of each gradient.
+    Attention needs no communication between examples or heads, and inside a `shard_map`
+    the compiler adds no communication. Without a `shard_map` the compiler gathers the
+    sharded batch on every device if the function loops over examples. A mesh of one
+    device needs no `shard_map`; on a CPU it would only add a copy of each gradient.
 
     Args:
         output: the axes of the result, or a tuple of them if the result is a tuple.

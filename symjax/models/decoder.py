@@ -58,8 +58,8 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, as in training.
             watch: function that is called in each block, as in `symjax.layers.Block`.
             segment_ids: tokens see only their own run of equal ids, and positions
-                restart in each document: outputs are those of each document alone. (The
-                mechanism flash divides the row into groups, not each document.)
+                restart in each document: outputs are those of each document alone. They
+                are not for the mechanism flash, whose groups are groups of the row.
         Raises:
             ValueError: more tokens than learned positions.
         """

@@ -215,9 +215,10 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     """Check and show the metrics of a step; write them when log.every is due.
 
     Raises:
-        FloatingPointError: the loss or gradient is not finite and the step was not
-            skipped, or `optimizer.nonfinite` is "stop", or `MOST_SKIPPED` steps in a
-            row were skipped: then the weights themselves must be the cause.
+        FloatingPointError: loss or gradient are not finite, or the gradient is a spike,
+            and one of these holds: the step was not skipped; `optimizer.nonfinite` is
+            "stop"; `MOST_SKIPPED` steps in a row were skipped, so that the weights
+            themselves must be the cause.
     """
     values = {name: float(value) for name, value in metrics.items()}
     skipped = run.skips.last_skipped(values["skipped_steps"])

@@ -83,8 +83,8 @@ class Objective(NamedTuple):
     """Sums over the tokens that have a target, divided by the number of targets.
 
     Attributes:
-        minimised: of loss + z_loss · normaliser².
-        loss: of the loss alone, to report; no gradient passes through it.
+        minimised: this mean of loss + z_loss · normaliser².
+        loss: this mean of the loss alone, to report; no gradient passes through it.
     """
 
     minimised: Float[Array, ""]

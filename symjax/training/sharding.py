@@ -20,9 +20,10 @@ BATCH = P(("data", "fsdp"), "sequence")
 ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
 LARGEST = 4096  # most devices that a process can simulate
 
-# The first pattern that matches a weight's path gives its axes. Layer indices match *.
-# The rules of `symjax.layers` come between the two tables. They are read when a mesh is
-# used, since users add mechanisms with their own rules.
+# The first pattern that matches a weight's path gives its axes. * matches any text,
+# slashes too: the index of a layer, for instance. The rules of `symjax.layers` come
+# between the two tables. They are read when a mesh is used, since users add mechanisms
+# with their own rules.
 BEFORE_LAYERS = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),

@@ -111,7 +111,8 @@ class Steps(NamedTuple):
     """Pure functions of a `Program`, before they are jitted for a mesh.
 
     Attributes:
-        transform: the optimizer, for weights in stacks.
+        transform: the optimizer. It takes the weights of equal layers as one array, a
+            stack (`stacks`).
     """
 
     options: config.Config

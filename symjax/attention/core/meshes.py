@@ -44,7 +44,8 @@ def batched_alike(tree: Any) -> Any:
 
     Results of `jax.custom_vjp` need this. Under `vmap`, jax 0.10 and 0.11 confuse
     batched with unbatched results: they add up the cotangent of an unbatched result
-    once per example. XLA removes the operations that this adds.
+    once per example. So each array gets a term that is never added and depends on all
+    arrays. XLA removes the operations that this adds.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):
@@ -91,8 +92,9 @@ def on_any_mesh(
     Args:
         static: names of the first arguments, which are static.
         specs: tokens → the shardings of the results.
-        inline: make no separate call inside another program. XLA (jaxlib 0.11) crashes
-            on a call in a `jax.shard_map` whose gradient contains cuDNN's attention.
+        inline: inside another program, trace the function into that program instead of
+            making it a function that is called. XLA (jaxlib 0.11) crashes on a call in
+            a `jax.shard_map` whose gradient contains cuDNN's attention.
     """
 
     def decorate(function: Callable) -> Callable:

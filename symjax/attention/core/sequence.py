@@ -4,8 +4,9 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of the other parts. Recurrences need only the state after the
 parts before, and none of their keys.
 
-Nothing here sums over devices: the transpose of `psum` would multiply gradients. So a
-loss of the outputs of all devices has the same gradients as without a split.
+Nothing here sums over devices by `psum`, whose gradient in a `jax.shard_map` is the sum
+of the gradients of all devices: it would be too large by their number. So a loss of the
+outputs of all devices has the same gradients as without a split.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """

@@ -1,13 +1,15 @@
 """Rows of output that underflow in a chunk, computed again.
 
 In a chunk all rows share the highest exponent of its keys (`recurrent/normalised.py`),
-so that the weights of pairs are one matrix product. A row underflows if a later key of
-the chunk is e⁴⁶ times larger than all keys that the row sees.
+so that the weights of pairs are one matrix product. A row underflows if its denominator
+falls below 1e-20 = e⁻⁴⁶, because a feature of a later key of the chunk is that much
+larger than the features of the keys that the row sees.
 
 `recompute_underflow` computes the rows of a chunk in this way, and then replaces the
 rows that underflowed by rows of a second function. For `Normalised` the second function
 is `exact_rows`: each row has the highest exponent of the keys that it sees, and each
-pair takes one exponential per feature. For kernels it is their fallback in XLA.
+pair takes one exponential per feature. For GPU kernels it is their fallback in XLA; TPU
+kernels have such a second computation of their own.
 """
 
 from collections.abc import Callable

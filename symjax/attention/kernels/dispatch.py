@@ -23,8 +23,9 @@ If no kernel passes, XLA computes the call by its fallback. Softmax, for instanc
   V1 with keys of 64 and values of 128) and `gpu.cudnn.CudnnSoftmax` that does not
   refuse; both refuse float32, for instance.
 
-Two forms are chosen before the dispatch: `scores.windows` where the window is bounded
-on both sides, and `scores.ring` where the configuration asks for it.
+The fallback of a score mechanism is `scores.windows` if the window is bounded on both
+sides, and `scores.rows` otherwise. `scores.ring` runs without dispatch, where the
+configuration names it.
 
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others. `implementation=` of softmax names a kernel.
@@ -60,8 +61,9 @@ class Kernel(Protocol):
     def attend(self, *arrays: Any) -> Array:
         """Return the rows of the call.
 
-        The last argument is the fallback, which computes the same rows in XLA. Kernels
-        of features use it for rows that underflow.
+        The last argument is the fallback, which computes the same rows in XLA. The GPU
+        kernels of features use it for rows that underflow, the TPU kernels for the
+        gradient of the projection.
         """
         ...
 

@@ -209,7 +209,8 @@ def lower_triangle(length: int) -> Bool[Array, "T T"]:
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
     """Return True for pairs [t, s] with s ≤ t in one segment.
 
-    Pairs with hidden keys are True as well; hidden keys weigh zero by themselves.
+    Pairs with hidden keys are True as well: the keys and values of hidden tokens are
+    zeros, so that they add nothing.
     """
     past = lower_triangle(chunk.value.shape[2])[None]
     if chunk.segment is None:

@@ -1,8 +1,8 @@
 """Protocol of a recurrence: a mechanism that reads tokens into a state.
 
-A state is a NamedTuple of arrays [B …], of a size that does not depend on T. The engine
-(`engine.py`) splits time into spans (`chunks.Span`, arrays [B T …]) and runs them in
-turn, as a CPU does:
+A state is an array [B …] or a NamedTuple of arrays, of a size that does not depend on
+T. The engine (`engine.py`) splits time into spans (`chunks.Span`, arrays [B T …]) and
+runs them in turn, as a CPU does:
 
     state = recurrence.empty(parameters, (B, K, H, V), dtype)
     for span in spans:

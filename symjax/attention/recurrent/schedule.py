@@ -20,7 +20,8 @@ from symjax.attention.recurrent.chunks import (
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
 PARALLEL_TOKENS = 4096  # tokens whose chunks run in parallel; bounds the memory
-# The same on a single GPU, times examples and query heads. They need 3 to 6 GiB.
+# On a single GPU: tokens · examples · query heads whose chunks run in parallel. So many
+# need 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 

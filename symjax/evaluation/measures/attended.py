@@ -154,7 +154,7 @@ def noise_of_needles(run: LoadedRun, options: Options) -> Result:
 
         answer     mark, key and value of the needle that the question asks for
         context    all other tokens before the questions
-        elsewhere  the questions themselves
+        elsewhere  the two tokens of the question
 
     Numbers by layer are means over depths, numbers by depth are means over layers. Each
     depth has 8 rows, or `--batches` if that is fewer.

@@ -55,8 +55,9 @@ class Window(NamedTuple):
         tokens: token ids; None for an image.
         targets: the token to predict at each position, negative where there is none;
             for a classifier the label.
-        visible: the pairs (query, key) that attention may use: key ≤ query in a
-            decoder, all pairs in an encoder.
+        visible: the pairs (query, key) that attention without a window may use:
+            key ≤ query in a decoder, all pairs in an encoder. model.attention.window
+            does not count, so a uniform map is uniform over these pairs.
     """
 
     tokens: Int[np.ndarray, "T"] | None

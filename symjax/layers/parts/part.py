@@ -3,7 +3,7 @@
 A family of mechanisms with weights of its own has a file here with a `Part`, and each
 of its mechanisms a line in `PARTS` (`symjax.layers.parts.table`). The layer, its
 decoding state, conversion, cost, sharding and evaluation read these declarations
-instead of asking for a mechanism by name.
+instead of asking for a mechanism by name (conversion asks for flash in one place).
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Number of groups of heads that share a noise head; of heads without one."""
+        """Number of noise heads; number of heads if there are no noise heads."""
         return self.queries - self.heads or self.heads
 
     def with_pairs(self) -> "Sizes":

@@ -15,12 +15,10 @@ This file has the products and casts inside of kernels, the call of a kernel, an
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU. Triton compiles on all
 versions of jax that this project allows, and it assigns registers by itself.
 
-`decaying_states` is the sequential part of gated linear attention, with decays per head
-or per channel: the state before each chunk, and in reverse time the gradient of the
-state after each chunk. A program holds one block of a head's state in registers,
-`BLOCK` rows and columns at most, and visits the chunks in order. It writes the state
-that it finds before it adds a chunk. `forward_by` computes the output: states first,
-then all chunks in parallel.
+`decaying_states` is the state pass of gated linear attention, with decays per head or
+per channel. It computes the state before each chunk, and in reverse time the gradient
+of the state after each chunk. Its blocks have `BLOCK` rows and columns at most.
+`forward_by` computes the output: states first, then all chunks in parallel.
 """
 
 import math

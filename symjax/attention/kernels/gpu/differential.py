@@ -34,7 +34,9 @@ from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # head sizes that registers and shared memory are laid out for
 OFFSET = 64  # rows of a warpgroup
-SCALES = 2.0**-60, 2.0**20  # range in which hidden scores are below all visible scores
+# The kernel gives hidden pairs a large negative score. It is below all visible scores
+# if the scale is in this range.
+SCALES = 2.0**-60, 2.0**20
 
 
 class GpuDifferential(NamedTuple):

@@ -34,6 +34,7 @@ def get_config(size: str = "3l") -> ConfigDict:
         ValueError: the size is unknown.
     """
     config = default()
+    config.log.attention = size not in ("1b", "7b")
     if size in ("3l", "6l", "8l"):
         config.model.depth = int(size[0])
         config.model.dropout = 0.1

@@ -638,6 +638,11 @@ class Log(Keys):
     """Keys of metrics, boards and profiles."""
 
     every: int = key(20, "steps between lines of metrics.jsonl", least=1)
+    attention: bool = key(
+        True,
+        "at every evaluation also write, by layer, the entropy of attention maps, the "
+        "largest logit and the norm of the gradient",
+    )
     tensorboard: bool = key(False, "also write TensorBoard event files")
     wandb: str = key("", "also log to this project of Weights & Biases; empty: do not")
     name: str = key("", "name of the run in log.wandb; empty: that of its workdir")

@@ -8,6 +8,7 @@ scanned.py       all blocks as one `jax.lax.scan` (model.scan_layers)
 generate.py      generate: sampled continuations of prompts
 convert.py       convert: weights of one model for a model with another mechanism
 statistics.py    fit_statistics: constants of FAVOR++ and FAVOR#
+attention_maps.py  maps and scores of every mechanism, their entropy by layer
 lambdas.py       λ of differential layers
 cost.py chips.py floating-point operations by formula; speeds of accelerators
 huggingface/     weights from and for models of Hugging Face and of unilm

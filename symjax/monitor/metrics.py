@@ -30,7 +30,8 @@ from symjax.monitor.mirror import Mirror
 from symjax.storage import check_writable, local_folder, replaced, store_errors
 
 NAME = "metrics.jsonl"
-LAMBDA = "lambda/"  # the number of a layer follows
+# Beginnings of names that the number of a layer follows.
+LAMBDA, GRADIENT_NORM = "lambda/", "gradient_norm/"
 
 
 class Metrics:

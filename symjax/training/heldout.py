@@ -1,4 +1,4 @@
-"""Evaluation of a run on held-out examples: loss, λ of every layer, and a sample."""
+"""Evaluation of a run on held-out examples: loss, numbers by layer, and a sample."""
 
 import math
 from typing import Any
@@ -7,24 +7,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from symjax.data.corpus import Corpus
 from symjax.data.delimiters import delimiters
 from symjax.data.documents import tokens_of
 from symjax.data.examples import Examples
 from symjax.distributed.processes import on_process_zero, to_host
+from symjax.models.attention_maps import statistics_of_maps
 from symjax.models.generate import before_stop, generate
 from symjax.models.lambdas import lambda_table, mean_lambdas
-from symjax.monitor.metrics import LAMBDA
+from symjax.monitor.metrics import GRADIENT_NORM, LAMBDA
 from symjax.training.run import Run
 from symjax.training.step import Means, State, means
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
+MAPS, LONGEST_MAP = 4, 512  # rows of which maps are measured, tokens of a row
+MEAN_OR_LARGEST = {"entropy": np.mean, "largest_logit": np.max}  # over rows
 
 
-def evaluate(run: Run, state: State) -> float:
+def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
     """Return the held-out loss; show and log it, with a sample if it is configured.
 
+    Args:
+        norms: of the gradient of each layer [layers] in the last step, to be logged.
     Raises:
         FloatingPointError: the loss is not finite.
     """
@@ -40,7 +47,10 @@ def evaluate(run: Run, state: State) -> float:
     else:
         values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
         shown += f", {bits:.4f} bits/byte"
-    run.metrics.write(done, values | lambdas(run, state))
+    values |= lambdas(run, state) | attention_statistics(run, state)
+    if norms is not None:
+        values |= {f"{GRADIENT_NORM}{i}": x for i, x in enumerate(np.asarray(norms))}
+    run.metrics.write(done, values)
     run.progress.line(
         f"step {done}: held-out loss {shown} on {count} of {total} batches "
         f"({references(examples, count, total)})"
@@ -80,6 +90,37 @@ def lambdas(run: Run, state: State) -> dict[str, float]:
         with jax.set_mesh(run.program.mesh):
             found = mean_lambdas(model, tokens_of(inputs))
     return {f"{LAMBDA}{layer}": lam for layer, lam in found.items()}
+
+
+def attention_statistics(run: Run, state: State) -> dict[str, float]:
+    """Return entropy and largest logit of every layer, by the names in metrics.jsonl.
+
+    They are measured on 4 held-out rows of at most 512 tokens, one after another. Every
+    device reads the whole row, and computes the heads whose weights it has. A row
+    counts as one document, also if it holds several. Empty if log.attention is off.
+    """
+    if not run.options.log.attention:
+        return {}
+    run.progress.compiling("the attention maps")
+    length = run.options.model.length
+    if not run.examples.fixed_length:
+        length = min(length, LONGEST_MAP)
+    model = nnx.merge(run.program.graph, state.params, run.constants)
+    graph, weights = nnx.split(model)
+    everywhere = NamedSharding(run.program.mesh, PartitionSpec())
+    measured = []
+    for rows in run.examples.heldout_batches((1, length), MAPS):
+        tokens = np.asarray(tokens_of(rows(0, 1)[0]))
+        with jax.set_mesh(run.program.mesh):
+            placed = jax.make_array_from_callback(
+                tokens.shape, everywhere, tokens.__getitem__
+            )
+            measured.append(statistics_of_maps(graph, weights, placed))
+    return {
+        f"{name}/{layer}": float(MEAN_OR_LARGEST[name]([float(x[name]) for x in found]))
+        for layer, found in enumerate(zip(*measured, strict=True))
+        for name in found[0]
+    }
 
 
 def references(examples: Examples, count: int, total: int) -> str:

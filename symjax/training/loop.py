@@ -40,7 +40,7 @@ from symjax.training.prefetch import prefetch
 from symjax.training.run import History, Run, Skips, sessions
 from symjax.training.saved import described
 from symjax.training.sharding import make_mesh
-from symjax.training.step import Program, State, compile_program
+from symjax.training.step import LAYER_NORMS, Program, State, compile_program
 from symjax.training.workdir import locked, removed_on_failure
 
 MOST_SKIPPED = 20  # a run ends after so many skipped steps in a row
@@ -188,7 +188,7 @@ def train(
             pending, loss = None, None
             with clock.stopped():
                 if evaluate_now:
-                    loss = heldout.evaluate(run, state)
+                    loss = heldout.evaluate(run, state, values.get(LAYER_NORMS))
                     save = save or checkpoints.improves(loss)
                 if save:
                     save_checkpoint(run, state, loss)
@@ -220,7 +220,7 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
             "stop"; `MOST_SKIPPED` steps in a row were skipped, so that the weights
             themselves must be the cause.
     """
-    values = {name: float(value) for name, value in metrics.items()}
+    values = {name: float(x) for name, x in metrics.items() if name != LAYER_NORMS}
     skipped = run.skips.last_skipped(values["skipped_steps"])
     wrong = [x for x in ("train/loss", "gradient_norm") if not math.isfinite(values[x])]
     if skipped:

@@ -348,6 +348,20 @@ class Stacks(NamedTuple):
         """Return `tree` with only the first period of layers, one for each stack."""
         return self._map(tree, lambda blocks, position: blocks[position], self.period)
 
+    def norms(self, stacked: Any) -> Float[Array, " layers"]:
+        """Return the norm of the weights of each layer in `stack(tree)`."""
+        blocks = stacked["blocks"]
+        if not self.period:
+            return jnp.stack([optax.tree.norm(blocks[i]) for i in range(self.depth)])
+
+        def squares(stack: Any) -> Array:
+            leaves = jax.tree.leaves(stack)
+            parts = [jnp.square(x).sum(axis=range(1, x.ndim)) for x in leaves]
+            return jnp.stack(parts).sum(axis=0)
+
+        each = jnp.stack([squares(blocks[i]) for i in range(self.period)], axis=1)
+        return jnp.sqrt(each.reshape(self.depth))
+
     def _map(self, tree: Any, choose: Callable, count: int) -> Any:
         """Return `tree` with choose(blocks, i) for i < count in place of all `blocks`.
 

@@ -20,12 +20,14 @@ from jaxtyping import Array
 
 from symjax import config
 from symjax.data.documents import SegmentedTokens
+from symjax.layers.sharded import constrain
 from symjax.models.build import abstract, build, parts
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
 from symjax.training.optimizer import Guarded, Stacks, optimizer
 from symjax.training.schedule import schedule
 
+LAYER_NORMS = "gradient_norms"  # metric [layers] of a training step
 _CONFIG = threading.Lock()  # held while an option of jax is changed
 
 
@@ -168,6 +170,8 @@ class Steps(NamedTuple):
             "skipped_steps": cast(Guarded, guard).skipped,
             "learning_rate": jnp.asarray(rate, jnp.float32),
         }
+        if self.options.log.attention:
+            metrics[LAYER_NORMS] = constrain(self.stacks.norms(gradient), None)
         stacked = optax.apply_updates(params, updates), guard
         return State(state.step + 1, *map(self.stacks.split, stacked)), metrics
 

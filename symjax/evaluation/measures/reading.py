@@ -20,20 +20,27 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from einops import rearrange, repeat
+from einops import repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from symjax import config
-from symjax.attention.core.operands import in_pairs, signal_keys
-from symjax.attention.scores.mechanism import row_map
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.results import Options, progress
 from symjax.layers.mixer import Mixer
 from symjax.layers.parts.table import part_of
 from symjax.layers.sharded import Operand
+from symjax.models.attention_maps import (
+    branches_of,
+    by_branch,
+    each_branch,
+    in_own_pairs,
+    map_of,
+    operands_of,
+    scores_of_branches,
+)
 from symjax.models.build import Model
 
 WINDOWS = 4  # held-out windows that are read, unless --batches says fewer
@@ -289,115 +296,30 @@ def _layer(layer: Any, x: Array, padding_mask: Array | None, hidden: Array) -> L
         x: the input of the layer.
         hidden: the residual stream after it.
     """
+    operands = operands_of(layer, x, padding_mask)
     positions = jnp.arange(x.shape[1])[None]
     lengths = layer.rotate.lengths(positions, padding_mask)
-    operands = layer.operands(x, positions, lengths=lengths)
-    if padding_mask is not None:
-        operands["mask"] = Operand(padding_mask[:, None, None], "B")
     query, key, value = layer.project(x, positions, lengths=lengths)
-    mixer, length, lam = layer.mixer, x.shape[1], None
+    mixer, lam = layer.mixer, None
     heads, kind = mixer.sizes.heads, mixer.differential
     if kind != "none":
         lam = jnp.broadcast_to(operands["lam"].array, (*x.shape[:2], heads))
     query, key = by_branch(mixer, query, key, value.shape[2])
-    if mixer.signals > 1:  # each head has its own copy of the noise map that it shares
-        mixer, operands = mixer.with_pairs(operands)
-    shape = 1, length, value.shape[2], length
-    units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
-    operands["value"] = operands["value"]._replace(array=units)
-    scores = None
-    if mixer.form.keys and mixer.form.state is None:
-        scores = _each_branch(partial(_scores, mixer), operands, kind)
+    mixer, operands = in_own_pairs(mixer, operands)
     # The arrays are traced here; `read` turns them into numpy arrays.
     return Layer._make(
         (
             query,
             key,
             repeat(value, "b t k v -> b (k g) t v", g=heads // value.shape[2]),
-            scores,
+            scores_of_branches(mixer, operands),
             _products(mixer, operands, kind),
-            _each_branch(partial(_map, mixer), operands, kind),
-            _map(mixer, operands),
+            each_branch(partial(map_of, mixer), operands, kind),
+            map_of(mixer, operands),
             lam,
             hidden,
         )
     )
-
-
-def by_branch(
-    mixer: Mixer, query: Array, key: Array, value_heads: int
-) -> tuple[Array, Array]:
-    """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated."""
-    query = in_pairs(query, mixer.signals)
-    if mixer.signals > 1:
-        key = in_pairs(key, signal_keys(key.shape[2], value_heads))
-    heads, kind = mixer.sizes.heads, mixer.differential
-    return _by_branch(query, heads, kind), _by_branch(key, heads, kind)
-
-
-def _by_branch(x: Array, heads: int, kind: str) -> Array:
-    """Reshape queries or keys [B T Nk H] to [B N P T H], shared ones repeated."""
-    if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
-        x = jnp.repeat(x, 2, axis=2)
-    branches = 1 if kind == "none" else 2
-    split = rearrange(x, "b t (k p) h -> b k p t h", p=branches)
-    return repeat(split, "b k p t h -> b (k g) p t h", g=heads // split.shape[1])
-
-
-def _each_branch(
-    compute: Callable[[dict[str, Operand]], Array],
-    operands: dict[str, Operand],
-    kind: str,
-) -> Array:
-    """Return compute(operands) [B N T T] for every branch, as [B N P T T].
-
-    With λ = 0 a differential mechanism computes its first branch alone, and with the
-    operands of the branches swapped the second.
-    """
-    if kind == "none":
-        return compute(operands)[:, :, None]
-    lam = operands["lam"]
-    first = operands | {"lam": lam._replace(array=jnp.zeros_like(lam.array))}
-    of_branches = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
-    swapped = {
-        name: operand._replace(array=_swap_branches(operand.array))
-        for name, operand in first.items()
-        if operand.axes in of_branches and name not in ("lam", "value")
-    }
-    return jnp.stack([compute(first), compute(first | swapped)], axis=2)
-
-
-def _swap_branches(x: Array) -> Array:
-    """Swap heads 2n and 2n + 1, the branches of one differential head."""
-    pairs = x.reshape(*x.shape[:2], -1, 2, *x.shape[3:])
-    return jnp.flip(pairs, axis=3).reshape(x.shape)
-
-
-def _map(mixer: Mixer, operands: dict[str, Operand]) -> Array:
-    """Return the attention map [B N T T] of operands whose values are unit vectors."""
-    return jnp.swapaxes(mixer(operands), 1, 2)
-
-
-def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
-    """Return the scores as the engine computes them.
-
-    They are the map of a score mechanism whose weights equal its scores.
-    """
-    names = ("window", "length_base", "mask_self")
-    options: dict[str, Any] = {name: x for name, x in mixer.options if name in names}
-    query, key = operands["query"].array, operands["key"].array
-    if "lam" in operands:
-        shape = (*query.shape[:2], query.shape[2] // 2)
-        options["lam"] = jnp.broadcast_to(operands["lam"].array, shape)
-        options["shared_keys"] = mixer.differential == "v2"
-    for name in ("mask", "log_decay"):
-        if name in operands:
-            options[name] = operands[name].array
-    return row_map(_scores_as_weights, query, key, is_causal=mixer.causal, **options)
-
-
-def _scores_as_weights(scores: Array, visible: Array | None) -> Array:
-    return scores if visible is None else jnp.where(visible, scores, 0)
 
 
 def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | None:
@@ -407,7 +329,7 @@ def _products(mixer: Mixer, operands: dict[str, Operand], kind: str) -> Array | 
         return None
     maps = features(dict(mixer.options))
     query, key = (
-        _by_branch(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
+        branches_of(of(operands[name].array, None).weights(), mixer.sizes.heads, kind)
         for of, name in ((maps.query, "query"), (maps.key, "key"))
     )
     products = jnp.einsum("bnpth,bnpsh->bnpts", query, key)

@@ -23,10 +23,10 @@ from jaxtyping import Float
 
 from symjax import attention
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import by_branch
 from symjax.evaluation.results import Options, Result, series, table
 from symjax.figures import Lines
 from symjax.layers.attention import Attention
+from symjax.models.attention_maps import by_branch
 from symjax.models.build import attentions
 
 OUTLIER = 2  # standard deviations above the mean length of rows or columns

@@ -162,6 +162,15 @@ class Attention(Keys):
         "that the row sees, at least 16; 0: off",
         least=0,
     )
+    length_scale: str = key(
+        "",
+        "another law of length of the scores. learned: length_base times a learned "
+        "factor per head (SSMax); adaptive: 1 + β (log(n + 1))^γ with β and γ from the "
+        "token (ASEntmax); floor: 1 + 0.1 log(1 + ⌊n / 8192⌋) (Llama 4); distance: a "
+        "factor and a shift by the distance of a pair (scale-invariant attention); "
+        "empty: length_base alone",
+        ("", "learned", "adaptive", "floor", "distance"),
+    )
     window: int = key(
         0,
         "window n: a token sees itself and the n − 1 tokens before it, in an encoder "

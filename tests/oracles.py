@@ -128,14 +128,33 @@ def visible(
     return pairs
 
 
-def scores(query, key, pairs, *, bias=None, scale=None, length_base=None, module=np):
-    """Return scores [B N T S]: q·k·scale, times the log-n factor, plus the bias."""
+def scores(
+    query,
+    key,
+    pairs,
+    *,
+    bias=None,
+    scale=None,
+    length_base=None,
+    length_scale=None,
+    module=np,
+):
+    """Return scores [B N T S]: q·k·scale, changed by a law of length, plus the bias."""
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     scores = module.einsum("btnh,bsnh->bnts", query, key)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if length_base is not None:
         count = np.maximum(pairs.sum(axis=-1, keepdims=True), 16)
         scores = scores * np.log(count) / np.log(length_base)
+    if length_scale == "distance":
+        rows, keys = (np.arange(n, dtype=float) for n in scores.shape[2:])
+        distance = np.abs(rows[:, None] + len(keys) - len(rows) - keys[None])
+        square = 2 * np.log(1 + distance[None, None] / 10) + 1
+        scores = np.sqrt(square) * scores + (1 - square)
+    elif length_scale is not None:  # slope and power [B T N]
+        slope, power = (module.moveaxis(x, 2, 1)[..., None] for x in length_scale)
+        count = np.maximum(pairs.sum(axis=-1, keepdims=True), 1)
+        scores = scores * (1 + slope * np.log(count + 1) ** power)
     return scores if bias is None else scores + bias
 
 
@@ -235,6 +254,17 @@ def with_sink(*arrays, weights=softmax_weights, module=np, **options):
         return weights(scores, pairs, module)[..., :-1]
 
     return weighted(with_one_more, *arrays, pairs, module=module, **options)
+
+
+def by_distance(*arrays, length_base=None, **options):
+    return softmax(*arrays, length_scale="distance", **options)
+
+
+def adaptive_entmax15(
+    query, key, value, slope, power, pairs, *, length_base=None, **options
+):
+    law = slope, power
+    return entmax15(query, key, value, pairs, length_scale=law, **options)
 
 
 def symmetric_key(query, metric=None, normalise=None, module=np):

@@ -117,7 +117,10 @@ class Mechanism(NamedTuple):
 # The entry of softmax without its kernels: `_replace` makes another score mechanism.
 SCORED = Mechanism(
     softmax,
-    options=("scale", "window", "length_base", "mask_self", "implementation"),
+    options=(
+        *("scale", "window", "length_base", "length_scale"),
+        *("mask_self", "implementation"),
+    ),
     operands=("bias", "log_decay", "sink"),
     is_causal=True,
     mask="pairs",

@@ -252,9 +252,10 @@ class Mixer:
             elif operand.axes == "K":
                 paired = in_pairs(operand.array, keys, axis=0)
                 operands[name] = operand._replace(array=paired)
-            elif operand.axes in ("N", "BN"):
+            elif operand.axes in ("N", "BN") or name == "length_scale":
                 axis = operand.axes.index("N")
-                repeated = jnp.repeat(operand.array, self.signals, axis=axis)
+                repeat = partial(jnp.repeat, repeats=self.signals, axis=axis)
+                repeated = jax.tree.map(repeat, operand.array)
                 operands[name] = operand._replace(array=repeated)
         sizes = self.sizes.with_pairs()
         return replace(self, sizes=sizes, signals=1, alibi=False), operands

@@ -99,10 +99,11 @@ def each_branch(
     lam = operands["lam"]
     first = operands | {"lam": lam._replace(array=jnp.zeros_like(lam.array))}
     of_branches = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
+    shared = "lam", "value", "length_scale"
     swapped = {
         name: operand._replace(array=_swap_branches(operand.array))
         for name, operand in first.items()
-        if operand.axes in of_branches and name not in ("lam", "value")
+        if operand.axes in of_branches and name not in shared
     }
     return jnp.stack([compute(first), compute(first | swapped)], axis=2)
 
@@ -127,14 +128,14 @@ def scores_of_branches(
 
 def _scores(mixer: Mixer, operands: dict[str, Operand]) -> Array:
     """Return the map of a score mechanism whose weights equal its scores."""
-    names = ("window", "length_base", "mask_self")
+    names = ("window", "length_base", "length_scale", "mask_self")
     options: dict[str, Any] = {name: x for name, x in mixer.options if name in names}
     query, key = operands["query"].array, operands["key"].array
     if "lam" in operands:
         shape = (*query.shape[:2], query.shape[2] // 2)
         options["lam"] = jnp.broadcast_to(operands["lam"].array, shape)
         options["shared_keys"] = mixer.differential == "v2"
-    for name in ("mask", "log_decay"):
+    for name in ("mask", "length_scale"):  # gates and biases are no part of scores
         if name in operands:
             options[name] = operands[name].array
     return row_map(_scores_as_weights, query, key, is_causal=mixer.causal, **options)

@@ -67,6 +67,7 @@ CHANGING = (
     *("attention.window", "attention.mask_self", "attention.key_norm"),
     *("attention.decay", "attention.function", "attention.function_scale"),
     *("attention.forget", "attention.sink", "attention.normalise"),
+    "attention.length_scale",
     *("attention.features", "attention.feature_norms", "attention.feature_count"),
     *("attention.query_key_norm", "attention.output_gate"),
     *("attention.short_convolution", "attention.lambda_initial", "attention.head_norm"),

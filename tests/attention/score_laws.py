@@ -107,6 +107,24 @@ def _with_sinks(length, keys):
     return *_pairs(length, keys), (N,)
 
 
+def _at_a_distance(length, keys):
+    return _pairs(length, keys)
+
+
+def _by_distance(*arrays, length_base=None, **options):
+    """There is one law of length: that of a base is left out."""
+    return attention.softmax(*arrays, length_scale="distance", **options)
+
+
+def _with_slopes(length, keys):
+    return *_pairs(length, keys), (B, length, N), (B, length, N)
+
+
+def _adaptive(query, key, value, slope, power, *, length_base=None, **options):
+    law = slope, power
+    return attention.entmax15(query, key, value, length_scale=law, **options)
+
+
 def forgetting(query, key, value, logits, *, attend=attention.softmax, **options):
     log_decay = jax.nn.log_sigmoid(logits[..., 0])
     return attend(query, key, value, log_decay=log_decay, **options)
@@ -171,6 +189,8 @@ SCORED = {
     "forgetting_twice": Scored(
         _forgetting_twice, oracles.forgetting_twice, _gated_branches, 4
     ),
+    "by_distance": Scored(_by_distance, oracles.by_distance, _at_a_distance, 3),
+    "adaptive_entmax15": Scored(_adaptive, oracles.adaptive_entmax15, _with_slopes, 3),
     "sink": SINK,
     "sink_of_entmax15": SINK._replace(
         attend=partial(_with_sink, attend=attention.entmax15),
@@ -444,16 +464,17 @@ def vmap_and_checkpoint_change_nothing(scored):
 
 MECHANISMS = [name for name, scored in SCORED.items() if scored.shapes is _pairs]
 ADJUSTED = "forgetting", "sink"
+LENGTHS = "by_distance", "adaptive_entmax15"
 KINDS = *MECHANISMS, "pairwise", "differential", *ADJUSTED
 KEYED = *MECHANISMS, "differential", "differential_outputs", *ADJUSTED
 ENGINE = *MECHANISMS, "differential", *ADJUSTED
 LAWS = {
     it_equals_its_definition: SCORED,
     gradients_equal_those_of_the_definition: SCORED,
-    every_block_size_gives_the_whole: (*ENGINE, "grouped"),
-    queries_and_keys_may_differ_in_number: KEYED,
+    every_block_size_gives_the_whole: (*ENGINE, "grouped", *LENGTHS),
+    queries_and_keys_may_differ_in_number: (*KEYED, *LENGTHS),
     a_mask_or_bias_may_have_any_broadcastable_shape: KEYED,
-    a_decoded_row_is_a_row_of_the_whole: (*ENGINE, "grouped"),
+    a_decoded_row_is_a_row_of_the_whole: (*ENGINE, "grouped", "by_distance"),
     the_future_changes_nothing: KINDS,
     hidden_keys_change_nothing: KINDS,
     a_row_without_keys_is_zero: KINDS,

@@ -216,6 +216,7 @@ CHOSEN = {
     "scale": 0.5,
     "window": 4,
     "length_base": 5.0,
+    "length_scale": "floor",
     "mask_self": True,
     "implementation": "whole",
     "chunk_size": 4,

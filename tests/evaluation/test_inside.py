@@ -28,7 +28,10 @@ CASES = {
     "softmax": ({}, {"length_base": 64, "mask_self": True}),
     "v1": (
         {"kv_heads": 2, "positions": "alibi"},
-        {"mechanism": "entmax15", "differential": "v1"},
+        {
+            **{"mechanism": "entmax15", "differential": "v1"},
+            **{"forget": "fox", "sink": True},
+        },
     ),
     "v2": (
         {"kv_heads": 2},
@@ -40,7 +43,10 @@ CASES = {
     ),
     "grouped": (
         {"positions": "alibi"},
-        {"symmetric": "plain", "differential": "v1", "signals": 2, "position_term": 2},
+        {
+            **{"symmetric": "plain", "differential": "v1", "signals": 2},
+            **{"position_term": 2, "length_scale": "adaptive"},
+        },
     ),
     "gated": ({"pattern": ("gau", "flash")}, {"chunk_size": 4}),
     "universal": ({"kind": "universal"}, {}),

@@ -81,6 +81,23 @@ def test_a_layer_with_forget_gates_and_a_sink_is_its_definition():
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=2e-5)
 
 
+def test_learned_laws_of_length_are_computed_from_the_token_or_per_head():
+    x = inputs()
+    layer = layer_of("retention", "entmax15", length_scale="adaptive")
+    slope, power = layer.operands(x, np.arange(TIME)[None])["length_scale"].array
+    wanted = np.log1p(np.exp(dense(layer.length_slope, x)))
+    np.testing.assert_allclose(slope, wanted, atol=1e-5)
+    wanted = 2 * np.tanh(dense(layer.length_power, x))
+    np.testing.assert_allclose(power, wanted, atol=1e-5)
+
+    layer = layer_of("retention", "softmax", length_scale="learned", length_base=5)
+    factor = weight(layer, "length_factor")[:, None]
+    query = layer.operands(x, np.arange(TIME)[None])["query"].array
+    wanted = dense(layer.query, x).reshape(*query.shape) * factor
+    np.testing.assert_allclose(query, wanted, atol=1e-5)
+    assert dict(layer.mixer.options) == {"length_base": 5}
+
+
 def test_without_decay_a_state_is_a_sum():
     layer, x = layer_of("none"), inputs()
     operands = layer.operands(x, np.arange(TIME)[None])

@@ -13,6 +13,8 @@ from symjax.models import Decoder, build, convert, transformer
 from symjax.models.convert import carried, changes
 
 MODEL = config.Model(vocabulary=23, width=24, heads=3, depth=2, length=40)
+ADJUSTED = {"forget": "fox", "sink": True, "length_scale": "learned"}
+ADJUSTED["length_base"] = 5
 TOKENS = jax.random.randint(jax.random.key(1), (2, 19), 0, 23)
 
 
@@ -99,12 +101,14 @@ def converted(source, target):
         ),
         (model(mechanism="linear"), model(mechanism="linear", differential="v2")),
         (model(mechanism="mesa"), model(mechanism="mesa", differential="v2")),
+        (model(**ADJUSTED), model(**ADJUSTED, differential="v2")),
     ],
     ids=[
         *("v2", "own", "metric", "norms", "convolutions"),
         *("values of keys", "values of queries", "keys of queries", "term", "same"),
         *("universal", "decay", "mamba2", "hedgehog", "gau", "gau encoder", "linear"),
         "mesa",
+        "adjusted",
     ],
 )
 def test_the_function_is_kept_where_it_can_be(source, target):
@@ -175,6 +179,9 @@ def test_keys_that_change_the_function_are_named():
     [
         (model(), model(query_key_norm=True)),
         (model(), model(output_gate="silu")),
+        (model(), model(forget="fox")),
+        (model(), model(sink=True)),
+        (model(), model(length_scale="adaptive")),
         (model(), model(short_convolution=3)),
         (model(), model(symmetric="plain")),
         (model(), model(differential="v1")),
@@ -270,6 +277,17 @@ def test_branches_forget_as_their_head_did(mechanism, decay):
     other = model(mechanism=mechanism, decay="gated")
     fresh = convert(before, source, other)["blocks"][0]["attention"]["decay"]
     assert set(fresh) == {"down", "up"} and "bias" in fresh["up"]
+
+
+def test_branches_have_the_forget_gates_of_their_head():
+    source, target = model(forget="fox"), model(forget="fox", differential="v1")
+    before = weights(source)
+    after = convert(before, source, target)
+    one, two = (x["blocks"][0]["attention"]["forget"]["up"] for x in (before, after))
+    for name in ("kernel", "bias"):
+        np.testing.assert_array_equal(two[name], np.repeat(one[name], 2, axis=-1))
+    fresh = convert(before, source, model(forget="mamba2"))
+    assert "rate" in fresh["blocks"][0]["attention"]["forget"]
 
 
 def test_many_features_come_close_to_the_softmax_they_replace():

@@ -163,6 +163,9 @@ OPTIONS = [
     {"mechanism": "matrix_function", "function": "expm1", "chunk_size": 4},
     {"mechanism": "mesa", "heads": 4, "kv_heads": 2, "chunk_size": 4},
     {"mechanism": "mesa", "heads": 4, "differential": "v1", "signals": 2},
+    {"length_scale": "adaptive", "heads": 4, "differential": "v1", "signals": 2},
+    {"length_scale": "learned", "length_base": 4, "differential": "v2"},
+    {"length_scale": "distance", "positions": "none"},
 ]
 
 
@@ -171,26 +174,8 @@ QUICK = [COMBINATIONS[2 * i + i % 2] for i in range(len(CAUSAL))]
 QUICK += [
     OPTIONS[i]
     for i in (
-        1,
-        4,
-        9,
-        14,
-        16,
-        17,
-        19,
-        22,
-        24,
-        25,
-        26,
-        27,
-        28,
-        30,
-        31,
-        34,
-        36,
-        39,
-        41,
-        43,
+        *(1, 4, 9, 14, 16, 17, 19, 22, 24, 25, 26, 27, 28, 30, 31),
+        *(34, 36, 39, 41, 43, 45),
     )
 ]
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
@@ -416,6 +401,8 @@ def test_tied_embeddings_share_one_table():
         ({"mechanism": "gau", "implementation": "tpu"}, "gau takes rows or whole"),
         ({"mechanism": "linear", "sink": True}, "linear has no such option"),
         ({"forget": "gated"}, "model.attention.forget 'gated' is a decay per channel"),
+        ({"length_scale": "learned"}, "'learned' needs model.attention.length_base"),
+        ({"length_scale": "floor", "length_base": 4}, "'floor' replaces model.attenti"),
         ({"length_base": 1}, "model.attention.length_base must be 0"),
         (
             {"mechanism": "linear", "features": "sine"},

@@ -36,14 +36,19 @@ class Adjustment(NamedTuple):
         row_decay, key_decay: sums of the log-decays up to each row and each key; the
             score of a pair falls by the absolute value of their difference.
         sink: logit of one more key without a value, which every row sees.
+        length: slope and power of a factor of each row, see `lengths.adaptive_scale`.
     """
 
     row_decay: Float[Array, "#B Nq T 1"] | None = None
     key_decay: Float[Array, "#B Nq 1 S"] | None = None
     sink: Float[Array, "1 Nq 1 1"] | None = None
+    length: tuple[Float[Array, "#B Nq #T 1"], ...] | None = None
 
     def map_rows(self, function: Callable) -> "Adjustment":
-        return self._replace(row_decay=function(self.row_decay, 2))
+        return self._replace(
+            row_decay=function(self.row_decay, 2),
+            length=jax.tree.map(lambda x: function(x, 2), self.length),
+        )
 
     def map_keys(self, function: Callable) -> "Adjustment":
         return self._replace(key_decay=function(self.key_decay, 3))
@@ -160,6 +165,8 @@ class ScoreSettings(NamedTuple):
         weights: function that computes the weights of rows from their scores.
         scale: factor of the scores; None if it is known only at run time.
         length_base: base of the entropy-invariant scale, or None.
+        length_scale: another law of length: "floor", "distance", or "adaptive", for
+            which `Adjustment.length` has two numbers a row.
         offset: position of row 0 among the keys; None if known only at run time.
         whole: compute all rows as one block, without checkpointing.
         dtypes: types in which keys and values are multiplied.
@@ -171,6 +178,7 @@ class ScoreSettings(NamedTuple):
     weights: RowWeights
     scale: float | None
     length_base: float | None
+    length_scale: str | None
     offset: int | None
     whole: bool
     dtypes: tuple[Any, Any]

@@ -1,9 +1,5 @@
-"""Visibility of keys to rows: masks, causality, windows, segments.
+"""Visibility of keys to rows: masks, causality, windows, segments."""
 
-`length_scale` is here because it depends on the number of keys that a row sees.
-"""
-
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -157,21 +153,3 @@ def hidden_as_zero(
     because 0 · NaN is NaN. Set queries of padding to zero.
     """
     return tuple(jnp.where(visible[:, :, None, None], x, 0) for x in arrays)
-
-
-SHORTEST = 16  # fewer visible keys have the length scale of this number
-
-
-def length_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:
-    """Return log n / log base, the entropy-invariant factor of a row with n keys.
-
-    In a causal model each row has its own n, so that decoding token by token computes
-    the same rows as the whole sequence. If n is below 16, the factor is that of 16: a
-    smaller factor would flatten the weights of short rows.
-
-    Args:
-        visible: numbers n of keys that rows see.
-        base: above 1; `ScoreMechanism` checks it.
-    Source: Su Jianlin 2021, spaces.ac.cn/archives/8823 and 9588 (base 512).
-    """
-    return jnp.log(jnp.maximum(visible, SHORTEST).astype(float)) / math.log(base)

@@ -1,4 +1,4 @@
-"""Learned changes of scores: forget gates and sinks, prepared for blocks of rows.
+"""Learned changes of scores: forget gates, sinks, and factors by the number of keys.
 
 def forgetting(q, k, v, g):              # one head: q, k [T H], v [T V], g [T]
     c = np.cumsum(g)
@@ -32,16 +32,21 @@ def adjustment_of(
         visibility: positions of the rows among the keys of all devices.
         dtype: type of the results, float32 at least.
     """
-    log_decay, sink = arguments.log_decay, arguments.sink
-    if log_decay is None and sink is None:
+    log_decay, sink, law = arguments.log_decay, arguments.sink, arguments.length_scale
+    has_law = isinstance(law, tuple)
+    if log_decay is None and sink is None and not has_law:
         return None
+    branches = arguments.query.shape[2] // arguments.noise_heads
     found = Adjustment()
     if log_decay is not None:
         found = _decays(arguments, visibility, log_decay.astype(dtype))
     if sink is not None:
-        branches = arguments.query.shape[2] // arguments.noise_heads
         sink = jnp.repeat(sink.astype(dtype), branches)[None, :, None, None]
         found = found._replace(sink=sink)
+    if has_law:
+        rows = [jnp.swapaxes(x.astype(dtype), 1, 2)[..., None] for x in law]
+        length = tuple(jnp.repeat(x, branches, axis=1) for x in rows)
+        found = found._replace(length=length)
     return found
 
 

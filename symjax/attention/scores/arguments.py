@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import (
+    check_choice,
     check_count,
     check_flag,
     check_heads,
@@ -17,6 +18,7 @@ from symjax.attention.core.arguments import (
     device_count,
     shown,
 )
+from symjax.attention.core.lengths import LAWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class ScoreArguments:
     is_causal: bool
     window: Any  # (left, right) after `checked`
     length_base: float | None
+    length_scale: Any  # a law by name, or slope and power
     mask_self: bool
     alibi: Float[Array, " N"] | None
     log_decay: Float[Array, "#B #S K"] | None
@@ -100,8 +103,28 @@ class ScoreArguments:
             who, jnp.integer, positions=self.positions, segment_ids=self.segment_ids
         )
         check_number(who, "scale", self.scale)
+        self._check_law(who)
         check_flag(who, "is_causal", self.is_causal)
         check_flag(who, "mask_self", self.mask_self)
+
+    def _check_law(self, who: str) -> None:
+        law = self.length_scale
+        if law is None:
+            return
+        if self.length_base:
+            raise ValueError(
+                f"{who}: length_base {shown(self.length_base)} and length_scale "
+                f"{shown(law)} are two laws of length: choose one"
+            )
+        if isinstance(law, str):
+            check_choice(who, "length_scale", law, LAWS)
+        elif not isinstance(law, tuple) or len(law) != 2:
+            raise ValueError(
+                f"{who}: length_scale must be a name or (slope, power), got "
+                f"{shown(law)}"
+            )
+        else:
+            check_kind(who, jnp.number, slope=law[0], power=law[1])
 
     def _check_shapes(self, who: str) -> None:
         query, key = self.query.shape, self.key.shape
@@ -113,10 +136,15 @@ class ScoreArguments:
         batch, time, heads = query[0], query[1], self.output_heads
         keys = device_count(who, self.axis_name) * key[1]
         pairs = (batch, self.noise_heads, time, keys)
+        slope, power = (
+            self.length_scale if isinstance(self.length_scale, tuple) else (None, None)
+        )
         for name, array, wanted in (
             ("mask", self.mask, pairs),
             ("bias", self.bias, pairs),
             ("lam", self.lam, (batch, time, heads)),
+            ("slope", slope, (batch, time, self.noise_heads)),
+            ("power", power, (batch, time, self.noise_heads)),
             ("positions", self.positions, (batch, time)),
             ("log_decay", self.log_decay, key[:3]),
         ):

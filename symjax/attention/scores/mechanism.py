@@ -87,6 +87,7 @@ class ScoreMechanism:
         is_causal: bool = False,
         window: int | tuple[int | None, int | None] | None = None,
         length_base: float | None = None,
+        length_scale: str | tuple[Array, Array] | None = None,
         mask_self: bool = False,
         alibi: Float[Array, " N"] | None = None,
         log_decay: Float[Array, "#B #S K"] | None = None,
@@ -117,6 +118,14 @@ class ScoreMechanism:
             length_base: multiply the scores of a row by log n / log length_base, where
                 n ≥ 16 is the number of keys that the row sees (entropy-invariant
                 scaling). None or 0 turns it off.
+            length_scale: another law of length instead (see
+                `symjax.attention.core.lengths`), for scores before biases:
+
+                - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
+                - "distance": times a, plus 1 − a², with a² = 1 + 2 log(1 + d/10) at
+                  distance d (scale-invariant attention).
+                - (slope, power), arrays [#B #T #N]: times
+                  1 + slope · (log(n + 1))^power (ASEntmax). Branches share them.
             mask_self: hide a token from itself unless it sees nothing else.
             alibi: slopes m of a bias −m·|distance|, see `alibi_slopes`.
             log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
@@ -170,6 +179,7 @@ class ScoreMechanism:
             is_causal=is_causal,
             window=window,
             length_base=length_base,
+            length_scale=length_scale,
             mask_self=mask_self,
             alibi=alibi,
             log_decay=log_decay,
@@ -234,6 +244,7 @@ def _settings(
         weights,
         float(scale) if isinstance(scale, Real) else None,
         arguments.length_base,
+        _law(arguments.length_scale),
         offset=first if known else None,
         whole=whole,
         dtypes=(arguments.key.dtype, arguments.value.dtype),
@@ -242,6 +253,10 @@ def _settings(
         few_keys=rows.FEW_KEYS,
         signals=arguments.signals,
     )
+
+
+def _law(length_scale: str | tuple[Array, Array] | None) -> str | None:
+    return "adaptive" if isinstance(length_scale, tuple) else length_scale
 
 
 def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:

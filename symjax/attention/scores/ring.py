@@ -95,7 +95,7 @@ def attend_ring(
     _check(score_settings, operands)
     operands = _without_hidden(operands)
     query, key, value, bias, slopes, lam, scale, visibility, adjustment = operands
-    row_decay, key_decay, sink = adjustment or Adjustment()
+    row_decay, key_decay, sink, _ = adjustment or Adjustment()
     length = query.shape[2]
     size = -(-length // -(-length // score_settings.block_rows))
     of_rows = RingRows(
@@ -319,8 +319,14 @@ def _check(score_settings: ScoreSettings, operands: Operands) -> None:
                 f"broadcast to {(batch, heads, 1, visibility.length)}, got "
                 f"{pairs.shape}"
             )
+    if score_settings.length_scale == "adaptive":
+        raise ValueError(
+            "implementation 'ring' takes a length_scale by name alone: choose 'rows'"
+        )
+    counted = score_settings.length_scale == "floor" and "floor"
     for name, option in (
         ("length_base", score_settings.length_base),
+        ("length_scale", counted),
         ("mask_self", visibility.mask_self),
     ):
         for other, array in (

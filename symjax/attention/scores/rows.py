@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from symjax.attention.core import lengths
 from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
-from symjax.attention.core.visibility import length_scale, part
+from symjax.attention.core.visibility import part
 
 KEPT = "rows of scores"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
@@ -245,7 +246,7 @@ def scored(
     """Return the scores of all rows and keys.
 
     `visible`, the pairs that see each other, is needed to count the keys of a row for
-    `length_base`. Scores of other pairs are computed too.
+    laws of length. Scores of other pairs are computed too.
     """
     query, key, value, bias, slopes, _, scale, visibility, adjustment = operands
     wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
@@ -263,9 +264,11 @@ def scored(
     )
     scores = scores.reshape(batch, kv_heads, branches, -1, time, key.shape[2])
     scores = scores.swapaxes(2, 3).reshape(batch, heads, time, -1)
-    if settings.length_base is not None:
-        count = visibility.count(visible)
-        scores *= length_scale(count, settings.length_base).astype(wide)
+    if settings.length_scale == "distance":
+        factor, shift = lengths.distance_scale(visibility.distance(), wide)
+        scores = scores * factor + shift
+    elif (factor := _factor(settings, operands, visible)) is not None:
+        scores *= factor.astype(wide)
     if bias is not None:
         scores += bias.astype(wide)
     if slopes is not None:
@@ -275,6 +278,24 @@ def scored(
         if of_rows is not None and of_keys is not None:
             scores -= jnp.abs(of_rows - of_keys)
     return scores
+
+
+def _factor(
+    settings: ScoreSettings,
+    operands: Operands,
+    visible: Bool[Array, "#B #N t s"] | None,
+) -> Array | None:
+    """Return the factor of each row by the number of its keys; None means 1."""
+    base = settings.length_base
+    if settings.length_scale is None and base is None:
+        return None
+    count = operands.visibility.count(visible)
+    adjustment = operands.adjustment
+    if adjustment is not None and adjustment.length is not None:
+        return lengths.adaptive_scale(count, *adjustment.length)
+    if base is not None:
+        return lengths.log_scale(count, base)
+    return lengths.floor_scale(count)
 
 
 def weighted(

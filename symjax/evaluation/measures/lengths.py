@@ -220,6 +220,8 @@ def variants(model: config.Model) -> dict[str, tuple[config.Model, str]]:
     forms = [attention.MECHANISMS[x] for x in names if x in attention.MECHANISMS]
     if not any("length_base" in mechanism.options for mechanism in forms):
         return {"none": (model, f"{', '.join(names)} has no log-n scaling")}
+    if law := model.attention.length_scale:
+        return {"trained": (model, f"length_scale {law}, as trained")}
     length = max(2, model.length)  # log 1 is 0
     models = {
         "off": (scaled(0), "no log-n scaling"),

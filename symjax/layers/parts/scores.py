@@ -1,4 +1,4 @@
-"""Weights of score mechanisms: forget gates and sinks."""
+"""Weights of score mechanisms: forget gates, sinks and learned laws of length."""
 
 import dataclasses
 from typing import Any
@@ -10,16 +10,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from symjax import config
+from symjax.attention.core.lengths import LAWS
 from symjax.attention.gated_linear import LOG_DECAYS
 from symjax.layers.parts.decays import decay_of
-from symjax.layers.parts.part import Part, Sizes
+from symjax.layers.parts.part import Part, Sizes, named_options
+from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
 
 def _weights(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """Return the forget gate and the logits of the sink, as far as they are chosen.
+    """Return the weights of the gate, the sink and the law that are chosen.
 
     Raises:
         ValueError: model.attention.forget has a decay per channel.
@@ -36,6 +38,12 @@ def _weights(
         weights["forget"] = decay_of(gated, depth, sizes, rngs)["decay"]
     if chosen.sink:
         weights["sink"] = nnx.Param(jnp.zeros(sizes.groups))
+    if chosen.length_scale == "learned":
+        weights["length_factor"] = nnx.Param(jnp.ones(sizes.queries))
+    elif chosen.length_scale == "adaptive":
+        shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
+        for name in ("length_slope", "length_power"):
+            weights[name] = Linear(options.width, sizes.groups, **shared)
     return weights
 
 
@@ -45,7 +53,34 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
         operands = operands | {"log_decay": Operand(layer.forget(x), "BSK")}
     if chosen.sink:
         operands = operands | {"sink": Operand(layer.sink[...], "N")}
+    if chosen.length_scale == "learned":
+        query = operands["query"]
+        factor = layer.length_factor[...].astype(query.array.dtype)
+        scaled = query._replace(array=query.array * factor[None, None, :, None])
+        operands = operands | {"query": scaled}
+    elif chosen.length_scale == "adaptive":
+        slope, power = layer.length_slope(x), layer.length_power(x)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        law = jax.nn.softplus(slope.astype(wide)), 2 * jnp.tanh(power.astype(wide))
+        operands = operands | {"length_scale": Operand(law, "BTN")}
     return operands
+
+
+def _options(options: config.Model, mechanism: str) -> dict[str, Any]:
+    """Return the options of a mechanism, without a law that is learned.
+
+    Raises:
+        ValueError: a law without the base that it needs, or with one beside it.
+    """
+    values = named_options(options, mechanism)
+    law, base = options.attention.length_scale, options.attention.length_base
+    if (law == "learned") != bool(base) and law:
+        needs = "needs" if law == "learned" else "replaces"
+        raise ValueError(
+            f"model.attention.length_scale {law!r} {needs} "
+            f"model.attention.length_base, which is {base}"
+        )
+    return {x: y for x, y in values.items() if x != "length_scale" or y in LAWS}
 
 
 def _converted(
@@ -58,8 +93,12 @@ def _converted(
     """
     before, after = source.attention, target.attention
     if before.forget != after.forget:
-        return {name: x for name, x in weights.items() if name != "forget"}
-    if (before.differential, after.differential) != ("none", "v1"):
+        weights = {name: x for name, x in weights.items() if name != "forget"}
+    combined = before.differential, after.differential
+    if combined in (("none", "v1"), ("none", "v2")) and "length_factor" in weights:
+        factor = jnp.repeat(weights["length_factor"], 2)
+        weights = weights | {"length_factor": factor}
+    if combined != ("none", "v1"):
         return weights
     twice = {
         name: jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), weight)
@@ -73,13 +112,16 @@ SCORES = Part(
     weights=_weights,
     operands=_operands,
     state=lambda layer: {"forgets": True} if layer.chosen.forget != "none" else {},
+    options=_options,
     keys=lambda chosen: ("forget", "sink"),
     rules=(
         ("forget/up/kernel", P("fsdp", "tensor")),
         ("forget/rate", P("tensor")),
         ("forget/bias", P("tensor")),
         ("sink", P("tensor")),
+        ("length_factor", P("tensor")),
+        ("length_*/kernel", P("fsdp", "tensor")),
     ),
-    owned=("forget", "sink"),
+    owned=("forget", "sink", "length_factor", "length_slope", "length_power"),
     convert=_converted,
 )

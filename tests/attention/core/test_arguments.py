@@ -271,6 +271,18 @@ WRONG = {
     "softmax: sink must have one logit per head (3,)": lambda: A.softmax(
         X, X, X, sink=TWO
     ),
+    "softmax: length_scale 'far' is unknown: choose from floor, distance": lambda: (
+        A.softmax(X, X, X, length_scale="far")
+    ),
+    "softmax: length_scale must be a name or (slope, power), got 3": lambda: A.softmax(
+        X, X, X, length_scale=3
+    ),
+    "softmax: length_base 5 and length_scale 'floor' are two laws": lambda: A.softmax(
+        X, X, X, length_base=5, length_scale="floor"
+    ),
+    "softmax: slope must broadcast to (2, 5, 3)": lambda: A.softmax(
+        X, X, X, length_scale=(X, X)
+    ),
     "softmax: log_decay must broadcast to (": lambda: A.softmax(
         X, X, X, log_decay=TWO[None, None]
     ),

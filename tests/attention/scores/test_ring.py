@@ -111,6 +111,7 @@ SCORES = {
     "ring of both sides": (attention.softmax, {}, COUNTED | RING),
     "gates": (attention.entmax15, SEGMENTED | MASK | ADJUSTED, CAUSAL | COUNTED),
     "gates on both sides": (attention.softmax, ADJUSTED, WINDOW),
+    "ring by distance": (attention.softmax, {}, RING | {"length_scale": "distance"}),
     "ring of gates": (attention.softmax, SEGMENTED | MASK | ADJUSTED, CAUSAL | RING),
     "ring of gates on both sides": (attention.softmax, ADJUSTED, COUNTED | RING),
 }

@@ -12,7 +12,8 @@ from laws import B, H, K, N, T, V, close
 from score_laws import DIFFERENTIAL, SOFTMAX, blocks, every_option, jitted
 
 from symjax import attention
-from symjax.attention.core.visibility import Visibility, length_scale
+from symjax.attention.core.lengths import floor_scale, log_scale
+from symjax.attention.core.visibility import Visibility
 from symjax.attention.scores.mechanism import row_map
 from symjax.attention.softmax import softmax_weights
 
@@ -92,8 +93,19 @@ def test_scores_times_log_n_are_probabilities_to_a_power():
 def test_fewer_than_16_keys_count_as_16(x64):
     counts = jnp.array([0, 1, 15, 16, 17, 512])
     wanted = np.log([16, 16, 16, 16, 17, 512]) / np.log(512)
-    close(length_scale(counts, 512), wanted, 1e-15)
-    assert length_scale(counts, 512)[-1] == 1
+    close(log_scale(counts, 512), wanted, 1e-15)
+    assert log_scale(counts, 512)[-1] == 1
+
+
+def test_a_floor_is_a_factor_from_8192_keys_on(x64):
+    counts = jnp.array([0, 1, 8191, 8192, 16383, 16384])
+    wanted = 1 + 0.1 * np.log([1, 1, 1, 2, 2, 3])
+    close(floor_scale(counts), wanted, 1e-15)
+    query, key, value = (
+        np.random.default_rng(n).normal(size=(1, n, 1, 2)) for n in (1, 16384, 16384)
+    )
+    found = attention.softmax(query, key, value, length_scale="floor")
+    close(found, attention.softmax(wanted[-1] * query, key, value), 1e-13)
 
 
 def test_no_restriction_is_no_mask_and_a_broadcast_mask_has_every_key():

@@ -59,7 +59,7 @@ class CudnnSoftmax(NamedTuple):
         pairs = query.shape[0] * query.shape[2] * visibility.length
         if visibility.key_segments is not None and pairs > MOST_PAIRS:
             return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
-        if settings.length_base is not None or settings.scale is None:
+        if settings.length_base or settings.length_scale or settings.scale is None:
             return "its scale is one number for all rows"
         if value.shape[3] % key.shape[3]:
             return (

@@ -70,6 +70,8 @@ class GpuDifferential(NamedTuple):
             return "it takes no bias and no alibi"
         if adjustment is not None:
             return "it takes no log_decay and no sink"
+        if settings.length_scale is not None:
+            return "it takes no length_scale"
         if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
         least, most = SCALES

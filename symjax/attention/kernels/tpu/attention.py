@@ -49,6 +49,8 @@ class TpuSoftmax(NamedTuple):
             return "it takes rows that follow each other, without positions"
         if settings.scale is None:
             return "its scale is a number, not an array"
+        if settings.length_scale is not None:
+            return "it takes no length_scale"
         if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
             return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
         lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])

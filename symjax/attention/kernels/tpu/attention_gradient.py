@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from symjax.attention.core.lengths import log_scale
 from symjax.attention.core.meshes import vary_alike
-from symjax.attention.core.visibility import length_scale
 from symjax.attention.kernels.intervals import (
     RowIntervals,
     pairs_in_window,
@@ -177,7 +177,7 @@ def with_limits(
     """
     factor = None
     if length_base:  # float64 in a program that has it, which kernels do not
-        factor = length_scale(count, length_base)[:, None].astype(jnp.float32)
+        factor = log_scale(count, length_base)[:, None].astype(jnp.float32)
     return operands._replace(
         factor=factor,
         rows=seen.rows if by_row else None,

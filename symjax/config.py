@@ -663,6 +663,28 @@ class Log(Keys):
 
 
 @dataclass(frozen=True, repr=False)
+class Transfer(Keys):
+    """Keys of attention transfer: the first steps of a run with init_from."""
+
+    match: str = key(
+        "none",
+        "train only the weights that init_from lacks (feature maps, gates), until each "
+        "layer does as that of init_from on the same input. maps: by the cross-entropy "
+        "of attention maps; outputs: by the squared error of the outputs of the layer",
+        ("none", "maps", "outputs"),
+    )
+    steps: int = key(
+        0,
+        "steps of the transfer, the first of the run; the schedule of the optimizer "
+        "begins after them",
+        least=0,
+    )
+    learning_rate: float = key(
+        1e-2, "learning rate of these steps, which is constant", least=0
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class Config(Keys):
     """All keys of a run."""
 
@@ -681,6 +703,12 @@ class Config(Keys):
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+    transfer: Transfer = Transfer()
+
+
+def scheduled_steps(options: Config) -> int:
+    """Return the steps after attention transfer, for the schedule of the optimizer."""
+    return options.steps - options.transfer.steps
 
 
 def is_causal(model: Model) -> bool:

@@ -16,7 +16,7 @@ from symjax import imports
 from symjax.config import Config, Model, OwnOptions, own_options
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
-FIXED = ("model", "data", "optimizer", "seed", "batch_size")
+FIXED = ("model", "data", "optimizer", "transfer", "seed", "batch_size")
 # Values of keys for a run that began before these keys existed, where they are not the
 # defaults. Such a run continues with these values.
 BEFORE = {"optimizer.version": 1}

@@ -48,8 +48,9 @@ def map_of(mixer: Mixer, operands: dict[str, Operand]) -> Float[Array, "B N T T"
     Memory O(B N T²), and time O(T²) times the cost of one value feature.
     """
     value = operands["value"]
-    length, heads = value.array.shape[1:3]
-    units = jnp.broadcast_to(jnp.eye(length)[None, :, None], (1, length, heads, length))
+    batch, length, heads = value.array.shape[:3]
+    shape = batch, length, heads, length
+    units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
     units = operands | {"value": value._replace(array=units)}
     return jnp.swapaxes(mixer(units), 1, 2)
 

@@ -29,19 +29,20 @@ def initial_state(
     program: Program,
     examples: Examples,
     checkpoints: Checkpoints,
-) -> tuple[State, dict[str, Any], config.Config | None]:
+) -> tuple[State, dict[str, Any], config.Config | None, config.Model | None]:
     """Restore the newest whole checkpoint, or return a new state if there is none.
 
     A new state has random weights, or the weights of `options.init_from`.
 
     Returns:
-        The state, the constants, and the configuration in the checkpoint, if there is
-        one.
+        The state, the constants, the configuration in the checkpoint, if there is one,
+        and that of the model of `init_from`, if its weights were read.
     Raises:
         ValueError: the checkpoints or the weights of `init_from` do not fit.
     """
     if not checkpoints.steps():
-        return *_new_state(options, program, examples), None
+        state, constants, source = _new_state(options, program, examples)
+        return state, constants, None, source
     like = program.state
     wanted = {"params": like.params, "optimizer": like.optimizer}
     trees, meta = checkpoints.restore({**wanted, "constants": program.constants})
@@ -50,19 +51,20 @@ def initial_state(
     # `preflight.as_begun` has already printed the warnings.
     saved = saved_options(meta, workdir, warn=lambda line: None)
     state = State(step, trees["params"], trees["optimizer"])
-    return state, trees["constants"], saved
+    return state, trees["constants"], saved, None
 
 
 def _new_state(
     options: config.Config, program: Program, examples: Examples
-) -> tuple[State, dict[str, Any]]:
-    """Return random weights, or those of `init_from`, and the constants."""
+) -> tuple[State, dict[str, Any], config.Model | None]:
+    """Return the weights, the constants, and the model of `init_from` if it is set."""
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
-    model = program.model
+    model, source = program.model, None
     if options.init_from:
         origin = weights_of(options.init_from, model, examples)
-        changed = changes(origin.options, model)
+        source = origin.options
+        changed = changes(source, model)
         if changed and is_process_zero():
             print_warning(
                 "init_from: the weights begin as another function, by "
@@ -71,7 +73,7 @@ def _new_state(
         state = state._replace(params=_placed(origin.params, state.params))
         found = carried(constants, origin.constants, origin.options, model)
         constants = _placed(found, constants)
-    return state, constants
+    return state, constants, source
 
 
 def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Folder:

@@ -33,14 +33,20 @@ from symjax.monitor.metrics import Metrics
 from symjax.monitor.profile import Profile
 from symjax.monitor.progress import Clock, Progress
 from symjax.storage import local_folder
-from symjax.training import compile, heldout, preflight
+from symjax.training import compile, heldout, preflight, transfer
 from symjax.training.initial import initial_state
 from symjax.training.messages import introduce, summary
 from symjax.training.prefetch import prefetch
 from symjax.training.run import History, Run, Skips, sessions
 from symjax.training.saved import described
 from symjax.training.sharding import make_mesh
-from symjax.training.step import LAYER_NORMS, Program, State, compile_program
+from symjax.training.step import (
+    LAYER_NORMS,
+    TRANSFER_ERROR,
+    Program,
+    State,
+    compile_program,
+)
 from symjax.training.workdir import locked, removed_on_failure
 
 MOST_SKIPPED = 20  # a run ends after so many skipped steps in a row
@@ -89,6 +95,7 @@ def train(
         ValueError, FloatingPointError, Interrupted: as `run`.
     """
     clock = Clock(options.batch_size * options.model.length)
+    transfer.check(options)
     with removed_on_failure(workdir):
         # Configuration. A resumed run keeps the optimizer's rules it began with.
         mesh = all_succeed(lambda: make_mesh(options.mesh))
@@ -120,10 +127,16 @@ def train(
         train_step = all_succeed(lambda: compile.compiled_step(program, shape))
 
         # State: restored, converted from other weights, or new.
-        state, constants, saved = all_succeed(
+        state, constants, saved, source = all_succeed(
             lambda: initial_state(options, program, examples, checkpoints)
         )
         first = int(state.step)
+        teacher = all_succeed(
+            lambda: transfer.teacher(options, program.model, source, meta)
+        )
+        transfer_step = train_step
+        if teacher is not None:
+            transfer_step = transfer.compiled_transfer(options, program, teacher)
         metrics = all_succeed(lambda: Metrics(workdir, first, options))
         stack.callback(metrics.close)
         interrupts.check()
@@ -146,6 +159,7 @@ def train(
             clock,
             Skips(int(state.optimizer.skipped)),
             History(meta["changed"] if meta else [], sessions(meta, first)),
+            teacher,
         )
 
     # Loop.
@@ -173,7 +187,8 @@ def train(
         if rows is None:
             stop_waiting(run, state, pending, interrupts)
         with jax.set_mesh(program.mesh):
-            state, values = train_step(state, constants, *rows, key)
+            step = transfer_step if done <= options.transfer.steps else train_step
+            state, values = step(state, constants, *rows, key)
         clock.step()
         profile.after(done, values)
         # The metrics of a step are read while the next one runs.
@@ -222,7 +237,8 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     """
     values = {name: float(x) for name, x in metrics.items() if name != LAYER_NORMS}
     skipped = run.skips.last_skipped(values["skipped_steps"])
-    wrong = [x for x in ("train/loss", "gradient_norm") if not math.isfinite(values[x])]
+    loss = TRANSFER_ERROR if TRANSFER_ERROR in values else "train/loss"
+    wrong = [x for x in (loss, "gradient_norm") if not math.isfinite(values[x])]
     if skipped:
         wrong.append("gradient_norm")
     speed, suffix = run.clock.speed(), ""
@@ -243,7 +259,9 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
         if run.skips.in_a_row == MOST_SKIPPED:
             raise run.stopped_at(done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
         run.progress.line(f"step {done} skipped: {what}")
-    run.progress.update(done, values["train/loss"], speed, left, suffix)
+    run.progress.update(done, values[loss], speed, left, suffix)
+    if done == run.options.transfer.steps:
+        run.progress.line(transfer.end_line(run.options, values[loss]))
 
 
 def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
@@ -275,6 +293,7 @@ def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
         "changed": run.history.changed,
         "imports": imports.to_store(dataclasses.asdict(run.options.model)),
         "sessions": run.history.sessions,
+        "transfer": transfer.stored(run.options, run.teacher),
     }
     run.metrics.upload()  # first: the bucket then has the metrics of each checkpoint
     run.checkpoints.save(done, trees, meta)

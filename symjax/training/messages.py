@@ -47,6 +47,12 @@ def introduce(
             f"a bucket has no locks: start no second run in {run.workdir}; metrics are "
             f"copied there at each save from {local}"
         )
+    if first < options.transfer.steps:
+        line(
+            f"steps {first + 1} to {options.transfer.steps} are attention transfer: "
+            f"only weights that {options.init_from} lacks train, and the loss is the "
+            f"error of {options.transfer.match}"
+        )
     for change in run.history.changed:
         line(f"changed {change}")
     if unknown := imports.unaccounted(dataclasses.asdict(options.model)):

@@ -67,6 +67,7 @@ class Run(NamedTuple):
     clock: Clock
     skips: Skips
     history: History
+    teacher: config.Model | None = None  # symjax.training.transfer
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def schedule_change(
         options: configuration from now on.
         taken: number of steps that the optimizer has taken.
     """
-    last, hint = min(saved.steps, options.steps), ""
+    last, hint = min(map(config.scheduled_steps, (saved, options))), ""
     before, now = saved.optimizer.schedule, options.optimizer.schedule
     if before == now == "wsd" and options.steps > saved.steps:
         last -= _count(saved.optimizer.cooldown, last)
@@ -121,7 +121,9 @@ def schedule_change(
         hint = " (optimizer.schedule=wsd can be extended)"
     ahead = np.unique(np.linspace(taken, max(taken, last - 1), 1000).astype(int))
     old, new = (
-        np.broadcast_to(schedule(each.optimizer, each.steps)(ahead), ahead.shape)
+        np.broadcast_to(
+            schedule(each.optimizer, config.scheduled_steps(each))(ahead), ahead.shape
+        )
         for each in (saved, options)
     )
     change = np.abs(new - old) / np.maximum(np.maximum(old, new), 1e-30)

@@ -27,6 +27,7 @@ from symjax.training.loss import hidden_of, objective, target_count, token_losse
 from symjax.training.optimizer import Guarded, Stacks, optimizer
 from symjax.training.schedule import schedule
 
+TRANSFER_ERROR = "transfer/error"  # in place of train/loss: symjax.training.transfer
 LAYER_NORMS = "gradient_norms"  # metric [layers] of a training step
 _CONFIG = threading.Lock()  # held while an option of jax is changed
 
@@ -155,11 +156,13 @@ class Steps(NamedTuple):
         """Return the state after one step, and the metrics of the step."""
         options = self.options.optimizer
         key = jax.random.fold_in(key, state.step)
-        (_, value), gradient = _accumulated(
+        (_, value), gradient = accumulated(
             jax.value_and_grad(self.loss, has_aux=True), options.accumulate
         )(state.params, constants, inputs, targets, key, target_count(targets))
         # The schedule counts only the steps that were not skipped.
-        rate = schedule(options, self.options.steps)(state.optimizer.taken)
+        rate = schedule(options, config.scheduled_steps(self.options))(
+            state.optimizer.taken
+        )
         gradient, params, moments = map(
             self.stacks.stack, (gradient, state.params, state.optimizer)
         )
@@ -200,7 +203,9 @@ def compile_program(
     model = abstract(options.model)
     params, constants = parts(model)
     stacks = Stacks(len(model.blocks), model.period)
-    transform = optimizer(options.optimizer, options.steps, stacks.first(params))
+    transform = optimizer(
+        options.optimizer, config.scheduled_steps(options), stacks.first(params)
+    )
     steps = Steps(options, nnx.graphdef(model), transform, stacks)
     initial = jax.eval_shape(steps.initial, 0)[0]
 
@@ -329,7 +334,7 @@ def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
     return sharding.BATCH if whole == shape else sharding.ROWS
 
 
-def _accumulated(value_and_grad: Callable, count: int) -> Callable:
+def accumulated(value_and_grad: Callable, count: int) -> Callable:
     """Return `value_and_grad` summed over `count` micro-batches, one after another.
 
     Args:

@@ -175,7 +175,7 @@ def restored(run: config.Config, tree: dict[str, Any]) -> config.Model:
     return validation.from_dict(validation.to_dict(run) | {"model": tree}).model
 
 
-class Transfer(NamedTuple):
+class TransferSteps(NamedTuple):
     """Pure functions of the transfer, before they are jitted.
 
     Attributes:
@@ -271,7 +271,7 @@ def compiled_transfer(
     length = config.scheduled_steps(options)
     later = optimizer(options.optimizer, length, first)
     transform = optimizer(constant, length, first)
-    steps = Transfer(options, program, teacher, transform, later, stacks)
+    steps = TransferSteps(options, program, teacher, transform, later, stacks)
     shardings = jax.tree.map(lambda x: x.sharding, program.state)
     return jax.jit(
         steps.train,

@@ -24,34 +24,58 @@ from benchmarks.trainings import ROOT, train_together
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs import compare
 
-# The keys below are below model.attention, unless they name another room.
+# Model → changes of the keys of a task, below model.attention unless they name a room.
 MODELS = {
     "softmax": "",
+    # Keys, queries and values that share projections, and repairs of K = Q.
     "symmetric": "symmetric=plain",
     "pairwise": "symmetric=pairwise",
     "mask_self": "symmetric=plain mask_self=true",
     "key_norm": "symmetric=plain key_norm=unit",
+    "position_term": "symmetric=plain position_term=16",
+    "symmetric_fox": "symmetric=plain forget=fox",
+    "symmetric_gate": "symmetric=plain output_gate=sigmoid",
+    "differential_symmetric": "symmetric=plain differential=v1",
+    "grouped_symmetric": "symmetric=plain differential=v1 signals=4",
+    "kv": "symmetric=kv",
+    "qkv": "symmetric=qkv",
+    # The difference, and its controls.
     "differential": "differential=v1",
     "differential_v2": "differential=v2",
-    "differential_symmetric": "differential=v1 symmetric=plain",
-    "cosine_symmetric": "mechanism=cosine symmetric=plain",
+    "grouped": "differential=v1 signals=4",
+    "no_head_norm": "differential=v1 head_norm=false",
+    "lambda_0.5": "differential=v1 lambda_initial=0.5",
+    "lambda_0.8": "differential=v1 lambda_initial=0.8",
+    "gate": "output_gate=sigmoid",
+    "sink": "sink=true",
+    "softpick": "mechanism=softpick",
+    "fox": "forget=fox",
+    # Functions of QQᵀ and the cosine.
     "cosine": "mechanism=cosine",
+    "cosine_symmetric": "mechanism=cosine symmetric=plain",
+    "exp": "mechanism=matrix_function function=exp",
+    "expm1": "mechanism=matrix_function function=expm1",
+    "resolvent": "mechanism=matrix_function function=resolvent",
+    "mesa": "mechanism=mesa",
+    # Linear time.
     "linear": "mechanism=linear",
     "linear_differential": "mechanism=linear differential=v1",
+    "linear_convolution": "mechanism=linear short_convolution=4",
     "performer": "mechanism=performer feature_count=64",
-    "retention": "mechanism=decay decay=fixed",
+    "decay": "mechanism=decay decay=fixed",
     "gated": "mechanism=decay decay=gla",
     "delta": "mechanism=delta",
     "delta_convolution": "mechanism=delta short_convolution=4",
-    "linear_convolution": "mechanism=linear short_convolution=4",
-    "mixed_1_1": "model.pattern=softmax,linear",
-    "mixed_3_1": "model.pattern=linear,linear,linear,softmax",
+    "linear_1_softmax_1": "model.pattern=linear,softmax",
+    "linear_3_softmax_1": "model.pattern=linear,linear,linear,softmax",
+    "linear_7_softmax_1": "model.pattern=" + "linear," * 7 + "softmax",
+    # Laws of length.
     "log_n": "length_base=512",
 }
 
 
 class Task(NamedTuple):
-    """Data, size and steps that all models of a comparison share.
+    """Data, sizes and steps that all models of a comparison share.
 
     Attributes:
         config: configuration file of configs/, with a preset.
@@ -59,34 +83,77 @@ class Task(NamedTuple):
     """
 
     config: str
-    keys: str = ""
+    keys: str
 
 
+TEXT = "data.source=text data.tokenizer=char model.length=128 batch_size=8"
 TASKS = {
-    "text": Task(
-        "gpt.py:tiny",
-        "data.source=text data.tokenizer=char model.depth=3 model.length=128 "
-        "batch_size=8 steps=1200",
-    ),
+    "text": Task("gpt.py:tiny", f"{TEXT} model.depth=3 steps=1200"),
+    "deep": Task("gpt.py:tiny", f"{TEXT} model.depth=8 model.width=64 steps=1200"),
     "mqar": Task("mqar.py", "steps=1000"),
     "needle": Task("needle.py", "steps=2000"),
+    "sort": Task("sort.py", "steps=1000"),
+    "reverse": Task("reverse.py", "steps=1000"),
+    "sets": Task("sets.py", "steps=500"),
     "digits": Task("digits.py", "steps=800"),
 }
 
 
 class Part(NamedTuple):
-    """A table: models of one task, and the tasks of eval.py that are its columns."""
+    """A table: models of one task, and tasks of eval.py that give further columns."""
 
     models: str
     measures: str = ""
 
 
+REPAIRS = (
+    "softmax symmetric pairwise mask_self key_norm position_term symmetric_fox "
+    "symmetric_gate differential_symmetric grouped_symmetric"
+)
 QUESTIONS = {
     "symmetry": {
+        "text": Part(f"{REPAIRS} kv qkv", "symmetry,self_share"),
+        "mqar": Part(REPAIRS, "mqar"),
+        "sort": Part("softmax symmetric position_term symmetric_fox kv qkv"),
+        "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),
+        "digits": Part("softmax symmetric pairwise differential_symmetric kv qkv"),
+    },
+    "difference": {
         "text": Part(
-            "softmax symmetric pairwise mask_self key_norm differential "
-            "differential_symmetric"
+            "softmax differential differential_v2 grouped gate sink softpick symmetric "
+            "differential_symmetric",
+            "spectrum,noise,outliers,entropy,self_share,support,gradients",
         ),
+        "needle": Part("softmax differential differential_v2 gate", "needle,noise"),
+    },
+    "norm": {
+        "text": Part("differential no_head_norm lambda_0.5 lambda_0.8", "lambda"),
+    },
+    "functions": {
+        "text": Part(
+            "softmax symmetric cosine_symmetric linear exp expm1 resolvent mesa delta",
+            "entropy",
+        ),
+        "mqar": Part("softmax symmetric resolvent mesa delta linear", "mqar"),
+    },
+    "linear": {
+        "text": Part(
+            "softmax linear linear_differential linear_convolution performer decay "
+            "gated delta delta_convolution mesa",
+            "dilution,gradients",
+        ),
+        "mqar": Part(
+            "softmax linear linear_convolution performer decay gated delta "
+            "delta_convolution mesa linear_1_softmax_1",
+            "mqar",
+        ),
+        "deep": Part(
+            "softmax linear linear_1_softmax_1 linear_3_softmax_1 linear_7_softmax_1"
+        ),
+    },
+    "length": {
+        "text": Part("softmax log_n fox", "entropy,length"),
+        "sets": Part("softmax log_n fox", "sets"),
     },
 }
 
@@ -145,9 +212,8 @@ def answer(
 
 def words_of(task: str, model: str, text: Path | None) -> list[str]:
     """Return the words of train.py for a model on a task."""
-    rooms = ("model.", "data.", "optimizer.")
     keys = [
-        x if x.startswith(rooms) else f"model.attention.{x}"
+        x if x.startswith("model.") else f"model.attention.{x}"
         for x in MODELS[model].split()
     ]
     keys = TASKS[task].keys.split() + keys

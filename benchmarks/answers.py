@@ -7,7 +7,8 @@ A question has one or more parts, and a part is one task with a list of models. 
 workdirs of train.py, OUT/TASK/MODEL-seedN. Questions share them, and complete runs are
 not trained again, so the same command continues after an interruption. All models of
 one seed are trained before those of the next. The comparison of a part is written to
-OUT/QUESTION-TASK, as `symjax.programs.compare` writes it.
+OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to the first
+model.
 
 --text is the text of the task `text`. Other words --config.KEY=VALUE apply to every
 run, for instance --config.steps=100 for a trial; use another --out for them.
@@ -62,8 +63,8 @@ MODELS = {
     "linear_differential": "mechanism=linear differential=v1",
     "linear_convolution": "mechanism=linear short_convolution=4",
     "performer": "mechanism=performer feature_count=64",
-    "decay": "mechanism=decay decay=fixed",
-    "gated": "mechanism=decay decay=gla",
+    "decay": "mechanism=decay decay=retention",
+    "gated": "mechanism=decay decay=gated",
     "delta": "mechanism=delta",
     "delta_convolution": "mechanism=delta short_convolution=4",
     "linear_1_softmax_1": "model.pattern=linear,softmax",

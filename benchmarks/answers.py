@@ -57,6 +57,9 @@ MODELS = {
     "exp": "mechanism=matrix_function function=exp",
     "expm1": "mechanism=matrix_function function=expm1",
     "resolvent": "mechanism=matrix_function function=resolvent",
+    "exp_rows": "mechanism=matrix_function function=exp normalise=rows",
+    "exp_l2": "mechanism=matrix_function function=exp normalise=l2",
+    "ones_plus": "mechanism=matrix_function function=ones_plus",
     "mesa": "mechanism=mesa",
     # Linear time.
     "linear": "mechanism=linear",
@@ -72,6 +75,10 @@ MODELS = {
     "linear_7_softmax_1": "model.pattern=" + "linear," * 7 + "softmax",
     # Laws of length.
     "log_n": "length_base=512",
+    "learned_log_n": "length_base=512 length_scale=learned",
+    "distance": "length_scale=distance",
+    "entmax": "mechanism=entmax15",
+    "adaptive_entmax": "mechanism=entmax15 length_scale=adaptive",
 }
 
 
@@ -111,6 +118,7 @@ REPAIRS = (
     "softmax symmetric pairwise mask_self key_norm position_term symmetric_fox "
     "symmetric_gate differential_symmetric grouped_symmetric"
 )
+LAWS = "softmax log_n learned_log_n distance fox entmax adaptive_entmax"
 QUESTIONS = {
     "symmetry": {
         "text": Part(f"{REPAIRS} kv qkv", "symmetry,self_share"),
@@ -132,7 +140,8 @@ QUESTIONS = {
     },
     "functions": {
         "text": Part(
-            "softmax symmetric cosine_symmetric linear exp expm1 resolvent mesa delta",
+            "softmax symmetric cosine_symmetric linear exp expm1 resolvent exp_rows "
+            "exp_l2 ones_plus mesa delta",
             "entropy",
         ),
         "mqar": Part("softmax symmetric resolvent mesa delta linear", "mqar"),
@@ -153,8 +162,8 @@ QUESTIONS = {
         ),
     },
     "length": {
-        "text": Part("softmax log_n fox", "entropy,length"),
-        "sets": Part("softmax log_n fox", "sets"),
+        "text": Part(LAWS, "entropy,length"),
+        "sets": Part(LAWS, "sets"),
     },
 }
 

@@ -509,3 +509,33 @@ def test_packing_by_symjax_and_by_hand_gives_as_many_tokens(tmp_path):
     found = re.findall(r"^(symjax|by hand) .* s, ([0-9,]+) tokens$", done.stdout, re.M)
     assert [name for name, _ in found] == ["symjax", "by hand"]
     assert found[0][1] == found[1][1] and not list(tmp_path.iterdir())
+
+
+def test_every_model_of_the_answers_is_a_run(tmp_path):
+    """train.py takes the words of each model of each question."""
+    import answers
+
+    from symjax.programs.commandline import parse
+
+    text, workdir = write_text(tmp_path), ["--workdir", str(tmp_path / "run")]
+    for parts in answers.QUESTIONS.values():
+        for task, part in parts.items():
+            for model in part.models.split():
+                parse([*answers.words_of(task, model, text), *workdir])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["unknown"], "unknown is unknown"),
+        (["symmetry/sets"], "symmetry/sets is unknown"),
+        (["symmetry", "--seed", "0"], "--seed is unknown"),
+        (["symmetry/mqar", "--models", "soft"], "model 'soft' is unknown"),
+        (["symmetry/text"], "needs --text FILE"),
+    ],
+)
+def test_wrong_words_of_the_answers_are_refused(words, message):
+    command = [sys.executable, "-m", "benchmarks.answers", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and message in ended.stderr
+    assert "Traceback" not in ended.stderr

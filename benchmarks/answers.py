@@ -174,6 +174,7 @@ def main(words: list[str]) -> None:
         prog="python -m benchmarks.answers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("question", help=f"{', '.join(QUESTIONS)}, or one part as QUESTION/TASK")

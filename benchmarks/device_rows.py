@@ -190,5 +190,5 @@ ROWS = (
     *(Row("steps", f"{x} 350m") for x in ("diff", "retention")),
     *(Row("steps", f"{x} 350m, documents apart") for x in ("gpt", "diff_sym")),
     *(Row("correctness", x) for x in CHECKED),
-    *(Row("study", x) for x in ("3l", "6l", "8l")),
+    *(Row("study", f"{x}{y}") for x in ("3l", "6l", "8l") for y in ("", " at 3e-4")),
 )

@@ -15,17 +15,23 @@ COLUMNS = ("gpt", "sym", "diff", "diff_sym", "norm_sym")
 def study(row: Row, sizes: Sizes, seconds: float) -> dict[str, Any]:
     """Train all COLUMNS at one depth, and return their held-out losses over the seeds.
 
+    The subject of a row is a preset, and a peak learning rate after " at " unless it is
+    the preset's own. A rate falls to a tenth in the end, as in the study.
+
     Each run is a process; `together` of them run at a time, seed by seed. Runs that do
     not end in time are saved, and the result is a fault until the same command has
     completed them.
     """
     data = ("data.source=text", f"data.path={sizes.text}", "data.tokenizer=char")
+    preset, _, rate = row.subject.partition(" at ")
     keys = (*data, *sizes.study, f"steps={sizes.steps}")
+    if rate:
+        keys += (f"optimizer.learning_rate={rate}",)
     words = [f"--config.{x}" for x in keys]
-    files = [f"{ROOT / 'configs' / x}.py:{row.subject}" for x in COLUMNS]
-    out = Path(sizes.out)
+    files = [f"{ROOT / 'configs' / x}.py:{preset}" for x in COLUMNS]
+    out = Path(sizes.out, rate)
     runs = {
-        out / f"{column}-{row.subject}-seed{seed}": ["--config", file, *words]
+        out / f"{column}-{preset}-seed{seed}": ["--config", file, *words]
         + [f"--config.seed={seed}"]
         for seed in map(int, sizes.seeds.split(","))
         for column, file in zip(COLUMNS, files, strict=True)

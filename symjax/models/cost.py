@@ -9,7 +9,7 @@ from symjax import config
 from symjax.layers.mixer import mixer_of
 from symjax.layers.parts.part import recurrence_flops, score_flops
 from symjax.layers.parts.table import part_of
-from symjax.models.build import abstract
+from symjax.models.build import abstract, decoder_of
 
 
 def forward_flops(options: config.Model, parameters: int) -> float:
@@ -66,8 +66,6 @@ def decoding_bytes(options: config.Model, length: int) -> int:
     Raises:
         ValueError: the model is an encoder, which does not decode.
     """
-    if not config.is_causal(options):
-        raise ValueError(f"model.kind {options.kind!r} does not decode")
-    model = abstract(options)
+    model = decoder_of(abstract(options))
     cache = jax.eval_shape(lambda: model.init_cache(1, length))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))

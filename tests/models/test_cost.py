@@ -140,5 +140,5 @@ def test_memory_to_decode_is_that_of_keys_values_and_states():
     assert decoding(100, differential="v1") == 100 * keys_and_values
     assert decoding(100, key_size=2) == 100 * keys_and_values * (2 + 6) / (6 + 6)
     assert decoding(100, mechanism="decay") == decoding(1000, mechanism="decay")
-    with pytest.raises(ValueError, match="model.kind 'encoder' does not decode"):
+    with pytest.raises(ValueError, match="the model is an encoder"):
         decoding(100, "encoder")

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_floating
 from symjax.attention.core.feature_maps import Features, LogFeatures
-from symjax.attention.core.products import einsum, products, squared_length
+from symjax.attention.core.products import einsum, products
+from symjax.attention.core.selection import where
 
 _NORM_EPSILON = 1e-6
 PAIRS = "bkgth,bksh->bkgts"  # queries and keys → scores
@@ -36,14 +37,14 @@ def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
     """
 
     def mapped(x: Array, parameters: None = None) -> LogFeatures:
-        return LogFeatures(function(x), None)
+        return LogFeatures(function(x), None, x if "pairs" in traits else None)
 
     return Features(mapped, mapped, **traits)
 
 
 def _elu_plus_one(x: Array) -> Array:
     """Return elu(x) + 1, and eˣ for negative x: (eˣ − 1) + 1 would be 0 below −17."""
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    return where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
 def _relu2(x: Array) -> Array:
@@ -68,9 +69,11 @@ def _squared(x: Array) -> Array:
     return jnp.concatenate(pairs, axis=-1)
 
 
-def _squared_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+def _squared_pairs(
+    product: Product, query: LogFeatures, key: LogFeatures, divisor: Array
+) -> Array:
     """Return (q·k)² / divisor of all pairs."""
-    scores = product(PAIRS, query, key)
+    scores = product(PAIRS, query.source, key.source)
     return scores * (scores / divisor)
 
 
@@ -84,9 +87,11 @@ def _taylor(x: Array) -> Array:
     return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
 
 
-def _taylor_pairs(product: Product, query: Array, key: Array, divisor: Array) -> Array:
+def _taylor_pairs(
+    product: Product, query: LogFeatures, key: LogFeatures, divisor: Array
+) -> Array:
     """Return (1 + s + s²/2) / divisor of all pairs."""
-    scores = product(PAIRS, query, key) * key.shape[-1] ** -0.5
+    scores = product(PAIRS, query.source, key.source) * key.source.shape[-1] ** -0.5
     return 1 / divisor + scores / divisor + scores * (scores / divisor) / 2
 
 
@@ -94,64 +99,78 @@ class _Direction(NamedTuple):
     """x̂ = x / (|x| + 1e-6), and its length |x| / (|x| + 1e-6)."""
 
     unit: Float[Array, "*rows H"]
-    length: Float[Array, "*rows 1"]  # |x̂|
-    half_shortfall: Float[Array, "*rows 1"]  # (1 − |x̂|²)/2, without cancellation
+    length: Float[Array, "*rows"]  # |x̂|
+    shortfall: Float[Array, "*rows"]  # 1 − |x̂|², without cancellation
 
 
-def _length(x: Array) -> Float[Array, "*rows 1"]:
+class _Shifted(NamedTuple):
+    """Parts of 1 + cos, which is the product of two vectors plus their numbers."""
+
+    vector: Float[Array, "*rows H"]
+    number: Float[Array, "*rows"]
+
+
+def _length(x: Array) -> Float[Array, "*rows"]:
     """Return |x|, with a gradient of 0 at 0."""
-    square = squared_length(x)
-    return jnp.sqrt(jnp.maximum(square, jnp.finfo(square.dtype).tiny))
+    square = einsum("...h,...h->...", x, x)
+    tiny = float(jnp.finfo(square.dtype).tiny)
+    return jnp.sqrt(where(square < tiny, tiny, square))
 
 
-def _direction(x: Float[Array, "*rows H"]) -> _Direction:
-    """Return x̂, its length and (1 − |x̂|²)/2."""
+def _one_and_unit(x: Array, parameters: None = None) -> LogFeatures:
+    """Return [1, x̂]. Products of these features are 1 + cos."""
     length = _length(x)
     inverse = 1 / (length + _NORM_EPSILON)
-    unit = einsum("...h,...i->...h", x, inverse)
+    unit = einsum("...h,...->...h", x, inverse)
     length, missing = length * inverse, _NORM_EPSILON * inverse
-    shortfall = jnp.where(
-        missing < 0.5, missing * (1 - missing / 2), (1 - length * length) / 2
-    )
-    return _Direction(unit, length, shortfall)
+    shortfall = where(missing < 0.5, missing * (1 + length), 1 - length * length)
+    features = jnp.concatenate([jnp.ones_like(unit[..., :1]), unit], -1)
+    return LogFeatures(features, None, _Direction(unit, length, shortfall))
 
 
-def _one_and_unit(x: Array) -> Array:
-    """Return [1, x̂]. Products of these features are 1 + cos."""
-    unit = einsum("...h,...i->...h", x, 1 / (_length(x) + _NORM_EPSILON))
-    return jnp.concatenate([jnp.ones_like(unit[..., :1]), unit], -1)
-
-
-def _around_the_keys(
-    query: Float[Array, "B K G T H"], key: Float[Array, "B K S H"]
-) -> tuple[LogFeatures, LogFeatures]:
-    """Return other features of 1 + cos, which are small if 1 + cos is small.
+def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _Shifted]:
+    """Return vectors and numbers of queries and keys that are small if 1 + cos is.
 
     They cancel less than [1, x̂]. With m the direction of the keys,
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    The length of m = max |k̂| Σ k̂ / |Σ k̂| is that of the longest key, so that the
-    features also keep their digits if all keys are far shorter than 1e-6.
+    The length of m = max |k̂| Σ k̂ / |Σ k̂| is that of the longest key, so that the parts
+    also keep their digits if all keys are far shorter than 1e-6.
     """
-    queries, keys = _direction(query), _direction(key)
-    mean = keys.unit.sum(axis=-2, keepdims=True)
-    longest = keys.length.max(-2, keepdims=True, initial=0)
-    mean, longest = jax.lax.stop_gradient((mean, longest))
-    mean *= longest / _length(mean)
+    queries, keys = query.source, key.source
+    units, lengths = jax.lax.stop_gradient((keys.unit, keys.length))
+    mean = units.sum(axis=-2, keepdims=True)
+    longest = lengths.max(axis=-1, keepdims=True, initial=0)
+    mean *= (longest / _length(mean))[..., None]
     row, column = queries.unit + mean[:, :, None], keys.unit - mean
-    row_one, column_one = jnp.ones_like(queries.length), jnp.ones_like(keys.length)
-    rows = [squared_length(row) / 2 + queries.half_shortfall, row_one, row]
-    columns = [column_one, squared_length(column) / 2 + keys.half_shortfall, column]
+    return _shifted(row, queries.shortfall), _shifted(column, keys.shortfall)
+
+
+def _shifted(vector: Array, shortfall: Array) -> _Shifted:
+    """Return the vector and half the sum of its squared length and the shortfall."""
+    square = einsum("...h,...h->...", vector, vector)
+    return _Shifted(vector, (square + shortfall) / 2)
+
+
+def _centred(query: LogFeatures, key: LogFeatures) -> tuple[LogFeatures, LogFeatures]:
+    """Return other features of 1 + cos, which are small if 1 + cos is small."""
+    (row, of_row), (column, of_column) = _around_the_keys(query, key)
+    of_row, of_column = of_row[..., None], of_column[..., None]
+    rows = of_row, jnp.ones_like(of_row), row
+    columns = jnp.ones_like(of_column), of_column, column
     both = jnp.concatenate(rows, axis=-1), jnp.concatenate(columns, axis=-1)
     return LogFeatures(both[0], None), LogFeatures(both[1], None)
 
 
-def _unit_pairs(product: Product, query: Array, key: Array, divisor: None) -> Array:
+def _unit_pairs(
+    product: Product, query: LogFeatures, key: LogFeatures, divisor: None
+) -> Array:
     """Return 1 + cos of all pairs; 0 if it is less than the rounding error of 1."""
-    row, column = (x.amplitude for x in _around_the_keys(query, key))
-    scores = product(PAIRS, row, column)
-    return jnp.where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0)
+    (row, of_row), (column, of_column) = _around_the_keys(query, key)
+    numbers = of_row[..., None] + of_column[:, :, None, None]
+    scores = product(PAIRS, row, column) + numbers
+    return where(scores > jnp.finfo(scores.dtype).eps / 2, scores, 0)
 
 
 def hedgehog(
@@ -209,12 +228,13 @@ def _projected(who: str, x: Array, weight: Array) -> Float[Array, "B T N M"]:
 
 
 IDENTITY = plain(lambda x: x, signed=True)
-UNIT = plain(
+UNIT = Features(
+    _one_and_unit,
     _one_and_unit,
     pairs=_unit_pairs,
     signed=True,
     nonnegative=lambda size: 1,
-    centred=_around_the_keys,
+    centred=_centred,
     bounded=True,
 )
 # Values of model.attention.features for the mechanism "linear".

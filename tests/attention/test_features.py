@@ -106,7 +106,7 @@ def test_squares_take_every_pair_once(size, x64):
 def test_features_around_the_keys_have_the_products_of_the_others(x64):
     query, key = np.random.default_rng(0).normal(size=(2, 1, 2, 9, 5))
     plain = [UNIT.key(x, None).weights() for x in (query, key)]
-    centred = UNIT.centred(query[:, :, None], key)
+    centred = UNIT.centred(UNIT.query(query[:, :, None], None), UNIT.key(key, None))
     products = np.einsum("bktm,bksm->bkts", *plain)
     near = np.einsum("bkgtm,bksm->bkts", *(x.weights() for x in centred))
     np.testing.assert_allclose(near, products, 1e-12)

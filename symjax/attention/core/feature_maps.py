@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_choice
+from symjax.attention.core.selection import where
 
 # A row has underflowed if its denominator is below this, although it sees a key. The
 # denominator is relative to the highest exponent in the chunk: 1e-20 is e⁻⁴⁶.
@@ -19,21 +20,29 @@ class LogFeatures(NamedTuple):
 
     An amplitude of None is 1, an exponent of None is 0. The last axis has the features.
     It has length 1 in an exponent that all features share.
+
+    Attributes:
+        source: the arrays that `Features.pairs` and `Features.centred` compute with,
+            for instance the vector that φ maps; None for maps without these functions.
     """
 
     amplitude: Any  # [… M], or None
     exponent: Any  # [… M] or [… 1], or None
+    source: Any = None
 
     def times_exp(self, exponent: Array) -> "LogFeatures":
         """Return φ · exp(exponent)."""
         return self._replace(exponent=self.exponent + exponent)
 
     def where(self, keep: Array) -> "LogFeatures":
-        """Return φ where `keep` is True, else 0; `keep` has no axis of features."""
+        """Return φ where `keep` is True, else 0; `keep` has no axis of features.
+
+        The source is not changed.
+        """
         keep = keep[..., None]
         if self.exponent is None:
-            return self._replace(amplitude=jnp.where(keep, self.amplitude, 0))
-        return self._replace(exponent=jnp.where(keep, self.exponent, -jnp.inf))
+            return self._replace(amplitude=where(keep, self.amplitude, 0))
+        return self._replace(exponent=where(keep, self.exponent, -jnp.inf))
 
     def weights(self) -> Array:
         """Return φ as one array."""
@@ -48,7 +57,7 @@ def finite(exponent: Array) -> Array:
 
     The exponent is −∞ if no key was seen, and −∞ − (−∞) would be NaN.
     """
-    return jnp.where(jnp.isneginf(exponent), 0, exponent)
+    return where(exponent == -jnp.inf, 0, exponent)
 
 
 def row_shift(query: LogFeatures) -> Array:
@@ -65,14 +74,14 @@ class Features(NamedTuple):
             axis only. Both have an amplitude, or neither; the same for exponents. The
             query may lack a factor that all its features share, because a factor of a
             row cancels in the ratio.
-        pairs: (einsum, query, key, divisor) → φ(q)·φ(k) / divisor of all pairs, for
+        pairs: (einsum, φ(q), φ(k), divisor) → φ(q)·φ(k) / divisor of all pairs, for
             maps whose features change sign: their sum over features loses digits, and
-            this function computes the weight directly. None for other maps.
+            this function computes the weight from their sources. None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative: H → number of leading key features that are never negative, for
             maps whose features change sign although no pair has a negative weight.
             None for other maps.
-        centred: (query, key) → features shifted by the mean of all keys. Their products
+        centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
             are the same and cancel less. Only bidirectional attention can use them,
             since it knows all keys. The first feature of a key is 1.
         bounded: whether no feature exceeds 1 and no pair has a negative weight. The
@@ -88,10 +97,10 @@ class Features(NamedTuple):
 
     query: Callable[[Array, Any], LogFeatures]
     key: Callable[[Array, Any], LogFeatures]
-    pairs: Callable[[Callable, Array, Array, Any], Array] | None = None
+    pairs: Callable[[Callable, LogFeatures, LogFeatures, Any], Array] | None = None
     signed: bool = False
     nonnegative: Callable[[int], int] | None = None
-    centred: Callable[[Array, Array], tuple[LogFeatures, LogFeatures]] | None = None
+    centred: Callable[[LogFeatures, LogFeatures], tuple] | None = None
     bounded: bool = False
     elementwise: bool = False
     exponential: tuple[int, ...] = ()

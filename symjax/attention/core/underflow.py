@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.feature_maps import LogFeatures, finite
 from symjax.attention.core.meshes import RARE, batched_alike
+from symjax.attention.core.selection import where
 
 # Plain einsum: rows that underflow are too rare for the CPU form of
 # `core.products.einsum`.
@@ -103,7 +104,7 @@ def _select_rows(underflowed: Bool[Array, "*rows"], chosen: Any, others: Any) ->
 
     def select(chosen: Array, others: Array) -> Array:
         rows = jnp.expand_dims(underflowed, tuple(range(underflowed.ndim, others.ndim)))
-        return jnp.where(rows, chosen, others)
+        return where(rows, chosen, others)
 
     return jax.tree.map(select, chosen, others)
 

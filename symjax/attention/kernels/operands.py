@@ -48,7 +48,8 @@ def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
 
     It is None if they have both an amplitude and an exponent.
     """
-    parts = jax.tree.leaves(key_features(maps, key, parameters))
+    amplitude, exponent, _ = key_features(maps, key, parameters)
+    parts = [x for x in (amplitude, exponent) if x is not None]
     return parts[0].shape[3] if len(parts) == 1 else None
 
 

@@ -108,8 +108,7 @@ def _read_centred(
     Rows are zero if the mean weight of a key is below the rounding error of 1.
     """
     chunk, value = prepared.chunk, prepared.value
-    arrays = (x.astype(value.dtype) for x in (chunk.query, chunk.key))
-    query, key = centred(*arrays)
+    query, key = centred(prepared.query, prepared.key)
     weights = key.where(chunk.visible[:, None]).weights()
     arithmetic = recurrence.arithmetic(chunk)
     sums = arithmetic.product("bksm,bksv->bkmv", weights, value)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from symjax.attention.core.selection import where
+
 
 def read_around_mean(
     product: Callable[..., Array],
@@ -48,18 +50,19 @@ def read_around_mean(
     """
     weight = total[..., :nonnegative].sum(axis=-1)
     mean = sums[..., :nonnegative, :].sum(axis=-2)
-    mean = mean / jnp.maximum(weight, jnp.finfo(weight.dtype).tiny)[..., None]
+    tiny = float(jnp.finfo(weight.dtype).tiny)
+    mean = mean / where(weight < tiny, tiny, weight)[..., None]
     constant_mean = jax.lax.stop_gradient(mean)
     means = product("bkm,bkv->bkmv", total, constant_mean)
     deviation = sums - means
     rounding = 8 * jnp.finfo(deviation.dtype).eps * jnp.abs(means)
     deviation = deviation - jax.lax.stop_gradient(
-        jnp.where(jnp.abs(deviation) <= rounding, deviation, 0)
+        where(jnp.abs(deviation) <= rounding, deviation, 0)
     )
     least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
     raised = denominator < least
-    denominator = jnp.where(raised, least, denominator)
+    denominator = where(raised, least, denominator)
     numerator = product("bkgtm,bkmv->bkgtv", row, deviation)
     numerator = numerator + product("bkgt,bkv->bkgtv", denominator, constant_mean)
     means = product("bkgt,bkv->bkgtv", least, mean)
-    return jnp.where(raised[..., None], means, numerator), denominator
+    return where(raised[..., None], means, numerator), denominator

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays
 from symjax.attention.core.products import TILE, einsum, products
+from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle
 
 SMALL_TILE = 16  # tokens of a first block with one exponential per pair and channel
@@ -97,7 +98,7 @@ def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
     log_decay = chunk.operands[-1]
     if chunk.starts_segment is None:
         return log_decay
-    return jnp.where(chunk.starts_segment[:, None, :, None], -jnp.inf, log_decay)
+    return where(chunk.starts_segment[:, None, :, None], -jnp.inf, log_decay)
 
 
 def by_channel(operands: tuple[Array, ...]) -> bool:
@@ -130,7 +131,7 @@ def chunk_decays(
     shared = shared.astype(key.dtype)
     time = jnp.arange(key.shape[2])[None, :, None]
     between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]; only padding is hidden
-    weights = jnp.where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
+    weights = where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
     scores = product("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
     since = _times(shared[:, None], time + 1)[None]
     return ChunkDecays(since, *until_end(shared, chunk, key.dtype), scores)
@@ -160,7 +161,7 @@ def until_end(
 
 def _times(log_decay: Array, count: Int[Array, "*shape"]) -> Array:
     """Return count · log_decay, and 0 for count 0 even if the log-decay is −∞."""
-    return jnp.where(count > 0, log_decay, 0) * count
+    return where(count > 0, log_decay, 0) * count
 
 
 def _scores_by_head(
@@ -198,9 +199,9 @@ def _scores_by_channel(
 
     def across_boundary(since: Array, until: Array) -> Array:
         half = since.shape[-2]
-        later = _halves(query, half)[1] * jnp.exp(since)[:, :, None]
-        earlier = _halves(key, half)[0] * jnp.exp(until)
-        return product("bkgnth,bknsh->bkgnts", later, earlier)
+        later = _halves(query, 3, half)[1] * jnp.exp(since)[:, :, None]
+        earlier = _halves(key, 2, half)[0] * jnp.exp(until)
+        return product("bkgnith,bknish->bkgnits", later, earlier)
 
     tile = _tile(length, SMALL_TILE if length >= TILE else SMALLEST_TILE)
     blocks = [_blocks(x, tile) for x in (query, key, padded)]
@@ -234,14 +235,16 @@ def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
     lowest = 2 * math.log(limits.tiny)
     quantum = 2.0 ** math.ceil(math.log2(-lowest * length * limits.eps))
     log_decay = jnp.maximum(log_decay, lowest)
-    coarse = jax.lax.stop_gradient(jnp.round(log_decay / quantum) * quantum)
+    even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+    coarse = jax.lax.stop_gradient(jax.lax.round(log_decay / quantum, even) * quantum)
+    time = log_decay.ndim - 2
     coarse, rest = (
         x[..., :, None, :] - x[..., None, :, :]
-        for x in (jnp.cumsum(x, axis=-2) for x in (coarse, log_decay - coarse))
+        for x in (jax.lax.cumsum(x, time) for x in (coarse, log_decay - coarse))
     )
     past = lower_triangle(length)
     past = jax.lax.expand_dims(past, (*range(coarse.ndim - 3), coarse.ndim - 1))
-    return jnp.where(past, coarse + rest, -jnp.inf)
+    return where(past, coarse + rest, -jnp.inf)
 
 
 @jax.custom_vjp
@@ -310,9 +313,15 @@ def _pair_weights(
     query: Array, key: Array, log_decay: Array, scores: Array | None = None
 ) -> Float[Array, "B K G n T T H"]:
     """Return q_th k_sh exp(g_{s+1,h} + … + g_th), times `scores` if they are given."""
-    weights = jnp.exp(_exponents(log_decay))[:, :, None]
+    weights = _pair_decays(log_decay)[:, :, None]
     weights = weights * query[..., None, :] * key[:, :, None, :, None]
     return weights if scores is None else weights * scores[..., None]
+
+
+@jax.jit  # one function of the program, which calls it several times
+def _pair_decays(log_decay: Float[Array, "*n T H"]) -> Float[Array, "*n T T H"]:
+    """Return exp(g_{s+1} + … + g_t) for s ≤ t, else 0."""
+    return jnp.exp(_exponents(log_decay))
 
 
 def _to_power_of_two(x: Array) -> Array:
@@ -324,20 +333,18 @@ def _to_power_of_two(x: Array) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
 
 
-def _halves(x: Array, half: int) -> tuple[Array, Array]:
-    """Split [… T F] into the first and second halves of blocks of 2·half tokens.
+def _halves(
+    x: Float[Array, "*heads_and_time F"], heads: int, half: int
+) -> tuple[Float[Array, "*heads n 1 half F"], Float[Array, "*heads n 1 half F"]]:
+    """Return the first and the second halves of blocks of 2·half tokens.
 
-    Both are [… T/(2 half) half F].
+    Args:
+        heads: number of axes before those of time.
     """
-    count = x.shape[-2] // (2 * half)
-    blocks = x.reshape(*x.shape[:-2], count, 2, half, x.shape[-1])
-    return blocks[..., 0, :, :], blocks[..., 1, :, :]
-
-
-def _rejoin(first: Array, second: Array) -> Array:
-    """Return the array that `_halves` split."""
-    blocks = jnp.concatenate([first, second], axis=-2)
-    return jax.lax.collapse(blocks, blocks.ndim - 3, blocks.ndim - 1)
+    lead, length = x.shape[:heads], math.prod(x.shape[heads:-1])
+    blocks = x.reshape(*lead, length // (2 * half), 2, half, x.shape[-1])
+    first, second = jax.lax.split(blocks, (1, 1), heads + 1)
+    return first, second
 
 
 def _by_halves(
@@ -354,32 +361,33 @@ def _by_halves(
         within_blocks: values of the pairs inside each first block.
         across_boundary: (since, until) → values of pairs of a query in the second half
             and a key in the first half, from the log-decays since the boundary between
-            the halves and until it.
+            the halves and until it [B K n 1 T F].
         fill: value of pairs whose key is later than the query.
     Returns:
         `since` and `until` as in `ChunkDecays`, and the values of all pairs.
     """
     pairs, half = within_blocks, within_blocks.shape[-1]
     blocks = _blocks(log_decay, half)
-    later = jnp.pad(blocks[..., 1:, :], (*[(0, 0)] * 3, (0, 1), (0, 0)))
-    since, until = (
-        jax.lax.cumsum(x, axis=3, reverse=reverse).reshape(log_decay.shape)
-        for x, reverse in ((blocks, False), (later, True))
-    )
+    nothing = jnp.zeros((), log_decay.dtype)
+    unchanged, one_later = (0, 0, 0), (-1, 1, 0)
+    later = jax.lax.pad(blocks, nothing, [*[unchanged] * 3, one_later, unchanged])
+    since = jax.lax.cumsum(blocks, axis=3)
+    until = jax.lax.cumsum(later, axis=3, reverse=True)
+    heads = pairs.ndim - 3
     while half < log_decay.shape[2]:
-        (since_first, since_second) = _halves(since, half)
-        (until_first, until_second) = _halves(until, half)
-        first, second = pairs[..., 0::2, :, :], pairs[..., 1::2, :, :]
-        below = jnp.concatenate(
-            [across_boundary(since_second, until_first), second], -1
-        )
+        since_first, since_second = _halves(since, 2, half)
+        until_first, until_second = _halves(until, 2, half)
+        first, second = _halves(pairs, heads, half)
+        across = across_boundary(since_second, until_first)
+        below = jnp.concatenate([across, second], -1)
         above = jnp.concatenate([first, jnp.full_like(first, fill)], -1)
         pairs = jnp.concatenate([above, below], -2)
         through_first, through_second = (
             since_first[..., -1:, :],
             since_second[..., -1:, :],
         )
-        since = _rejoin(since_first, through_first + since_second)
-        until = _rejoin(until_first + through_second, until_second)
+        since = jnp.concatenate([since_first, through_first + since_second], -2)
+        until = jnp.concatenate([until_first + through_second, until_second], -2)
         half *= 2
-    return since, until, pairs[..., 0, :, :]
+    since, until = (x.reshape(log_decay.shape) for x in (since, until))
+    return since, until, pairs.reshape(*pairs.shape[:heads], half, half)

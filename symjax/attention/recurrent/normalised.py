@@ -56,6 +56,7 @@ from symjax.attention.core.feature_maps import (
     row_shift,
 )
 from symjax.attention.core.products import einsum, products, sum_dtype
+from symjax.attention.core.selection import where
 from symjax.attention.core.underflow import (
     exact_product,
     exact_rows,
@@ -185,18 +186,22 @@ class Normalised:
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         pairs = past_pairs(chunk)
         if before.running_max is None or value.shape[2] == 1:
-            rows = self.row_sums(before, prepared, pairs, reaches)
+            rows: Any = self.row_sums(before, prepared, pairs, reaches)
+            rows = divide(rows) if divided else rows
         else:
             sees = (pairs & chunk.visible[:, None, :]).any(axis=-1)
             pairs = jnp.broadcast_to(pairs, (*sees.shape, *pairs.shape[2:]))
             visibility = RowVisibility(pairs, sees, reaches)
-            forms = partial(_fast_sums, arithmetic), partial(_exact_sums, arithmetic)
+            fast, exact = (
+                (_fast_rows, _exact_rows) if divided else (_fast_sums, _exact_sums)
+            )
+            forms = partial(fast, arithmetic), partial(exact, arithmetic)
             inputs = RowInputs(before, query, key, value)
-            rows = cast(RowSums, recompute_underflow(*forms, visibility, inputs))
+            rows = recompute_underflow(*forms, visibility, inputs)
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(arithmetic, carried, key, value)
-        return after, jax.tree.map(time_first, divide(rows) if divided else rows)
+        return after, jax.tree.map(time_first, rows)
 
     def effect(self, prepared: FeatureChunk) -> tuple[LinearState, None]:
         """Return the sums over the keys; they leave an earlier state unchanged."""
@@ -219,7 +224,7 @@ class Normalised:
         divisor = None
         if query.amplitude is not None and not self.features.bounded:
             divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)
-            divisor = jax.lax.stop_gradient(jnp.where(divisor > 0, divisor, 1))
+            divisor = jax.lax.stop_gradient(where(divisor > 0, divisor, 1))
             query = query._replace(amplitude=query.amplitude / divisor)
         key = self.features.key(chunk.key.astype(dtype), parameters)
         key = key.where(chunk.visible[:, None])
@@ -246,12 +251,7 @@ class Normalised:
         chunk, query, divisor, key, value = prepared
         scores, arithmetic = None, self.arithmetic(chunk)
         if self.features.pairs is not None:
-            query_input, key_input = (
-                x.astype(value.dtype) for x in (chunk.query, chunk.key)
-            )
-            scores = self.features.pairs(
-                arithmetic.product, query_input, key_input, divisor
-            )
+            scores = self.features.pairs(arithmetic.product, query, key, divisor)
             pairs = pairs & chunk.visible[:, None]
         inputs = RowInputs(state, query, key, value)
         return _sums_from_features(arithmetic, pairs, reaches, inputs, scores)
@@ -371,7 +371,7 @@ def _sums_from_features(
         scores = arithmetic.product("bkgtm,bksm->bkgts", row, weights)
     scores = scores * pairs[:, None, None].astype(scores.dtype)
     if reaches is not None:
-        row = jnp.where(reaches[:, None, None, :, None], row, 0)
+        row = where(reaches[:, None, None, :, None], row, 0)
     return sums_from_weights(
         arithmetic, rescale(state, highest), row, shift, scores, value
     )
@@ -411,7 +411,10 @@ def sums_from_weights(
     if scores is not None:
         numerator = numerator + arithmetic.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
-        size = size + _size(scores).sum(axis=-1) if arithmetic.signed else denominator
+        if arithmetic.signed and not arithmetic.nonnegative:
+            size = size + _size(scores).sum(axis=-1)
+        else:  # no pair has a negative weight
+            size = denominator
     return RowSums(numerator, denominator, jax.lax.stop_gradient(size), shift)
 
 
@@ -430,8 +433,8 @@ def divide(rows: RowSums) -> Float[Array, "*rows V"]:
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
     nonzero = jnp.abs(constant) > tolerance * size
-    scale = 1 / jnp.where(nonzero, constant, jnp.inf)
-    ones = jnp.where(nonzero, rows.denominator * scale, 1)
+    scale = 1 / where(nonzero, constant, jnp.inf)
+    ones = where(nonzero, rows.denominator * scale, 1)
     return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)
 
 
@@ -446,7 +449,7 @@ def _fast_sums(
     pairs, sees, reaches = visibility
     rows = _sums_from_features(arithmetic, pairs, reaches, inputs)
     highest = cast(Array, inputs.state.running_max)
-    state_has_keys = ~jnp.isneginf(highest).all(axis=-1)[..., None]
+    state_has_keys = (highest > -jnp.inf).any(axis=-1, keepdims=True)
     if reaches is not None:
         state_has_keys = state_has_keys & reaches[:, None]
     sees_a_key = (sees[:, None] | state_has_keys)[:, :, None]
@@ -463,3 +466,24 @@ def _exact_sums(
     return exact_rows(
         read, highest, query, key, value, visibility.pairs, visibility.reaches
     )
+
+
+def _fast_rows(
+    arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
+) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
+    """Return `_fast_sums` divided; a row that underflowed has no meaning.
+
+    The gradient of `recompute_underflow` then needs no result of its branch, so that
+    the backward pass does not compute the branch of the forward pass again.
+    """
+    rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
+    # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.
+    denominator = where(underflowed, 1, rows.denominator)
+    return divide(rows._replace(denominator=denominator)), underflowed
+
+
+def _exact_rows(
+    arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
+) -> Float[Array, "B K G T V"]:
+    """Return `_exact_sums` divided."""
+    return divide(_exact_sums(arithmetic, visibility, inputs))

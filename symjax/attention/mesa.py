@@ -54,6 +54,11 @@ def mesa_causal(
     chunk_size (H + V + chunk_size))): one factorisation [chunk_size chunk_size] a
     chunk. The backward pass saves one state per chunk.
 
+    The state holds P = (Λ + M)⁻¹ and is updated, so in float32 digits are lost where
+    keys are long for the ridge: with 256 tokens and |k|² about 8e2 times the ridge the
+    error is about 1e-3, at 8e4 times 0.2, and NaN at 8e6 times. Layers give keys length
+    1 and a ridge above 0.25.
+
     There is no decay: with one, P = (Λ + M)⁻¹ would change in all directions at every
     token, so a chunk would need a factorisation [H H] for each of its tokens.
 
@@ -148,6 +153,8 @@ def _over_root_of_ridge(
         check_positive(who, "ridge", ridge)
         return query * ridge**-0.5, key * ridge**-0.5
     ridge = as_array(who, "ridge", ridge)
+    if not isinstance(ridge, jax.core.Tracer) and not (ridge > 0).all():
+        raise ValueError(f"{who}: ridge must be positive, got {ridge}")
     if ridge.shape not in ((), (heads,), (heads, size)):
         raise ValueError(
             f"{who}: ridge must be one number, [{heads}] or [{heads}, {size}] for key "

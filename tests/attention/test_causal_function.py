@@ -166,7 +166,8 @@ def graded(form, *arrays):
 def stepwise(options, query, value, log_decay):
     def token(state, now):
         query, value, log_decay = (x[:, None] for x in now)
-        more = {} if "resolvent" in str(options) else {"log_decay": log_decay}
+        fixed = "resolvent" in str(options) or options.get("normalise") == "l2"
+        more = {} if fixed else {"log_decay": log_decay}
         output, state = matrix_function_step(state, query, value, **options, **more)
         return state, output[:, 0]
 
@@ -375,6 +376,8 @@ def test_what_does_not_fit_is_named():
         assert str(wrong.shape) in str(refusal.value)
     with pytest.raises(ValueError, match="log_decay is not possible with.*resolvent"):
         run(query, value, "resolvent", log_decay=np.zeros(N))
+    with pytest.raises(ValueError, match="log_decay is not possible with normalise"):
+        run(query, value, "exp", log_decay=np.zeros(N), normalise="l2")
     with pytest.raises(ValueError, match="log_decay must have one number per head"):
         run(query, value, "exp", log_decay=np.zeros((B, T, N, H)))
     with pytest.raises(ValueError, match="'log' is unknown"):

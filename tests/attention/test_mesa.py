@@ -186,5 +186,7 @@ def test_a_wrong_ridge_is_named():
         assert str(arrays[1].shape) in str(refusal.value)
     with pytest.raises(ValueError, match="mesa_causal: ridge must be positive.* 0"):
         mesa_causal(*arrays, ridge=0.0)
+    with pytest.raises(ValueError, match="mesa_causal: ridge must be positive"):
+        mesa_causal(*arrays, ridge=np.float32(0))
     with pytest.raises(ValueError, match="need a MesaState.*got a MesaState"):
         mesa_causal(*arrays, state=mesa_state(B, K, H, V + 1))

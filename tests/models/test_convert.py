@@ -143,6 +143,15 @@ def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch
     np.testing.assert_array_equal(rates(x), np.repeat(own(x), 2, axis=-1))
 
 
+def test_constant_forget_gates_keep_their_heads():
+    def grouped(kv_heads):
+        chosen = model(forget="retention")
+        return replace(chosen, heads=4, kv_heads=kv_heads, head_size=6)
+
+    with pytest.raises(ValueError, match="'retention' has a rate for each of 2 key"):
+        convert(weights(grouped(2)), grouped(2), grouped(4))
+
+
 def test_decay_heads_are_of_constant_decays():
     for options, line in (
         ({"decay": "gated", "decay_heads": 3}, "decay_heads 3 needs constant decays"),

@@ -22,6 +22,10 @@ from symjax.attention.core.sequence import gather
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.arguments import ScoreArguments
 
+# A smaller log-decay counts as this one. Sums of smaller ones would lose the digits of
+# later gates, and the difference of two sums of −∞ is NaN.
+CLOSED = -1e4
+
 
 def adjustment_of(
     arguments: ScoreArguments, visibility: Visibility, dtype: Any
@@ -44,10 +48,19 @@ def adjustment_of(
         sink = jnp.repeat(sink.astype(dtype), branches)[None, :, None, None]
         found = found._replace(sink=sink)
     if has_law:
-        rows = [jnp.swapaxes(x.astype(dtype), 1, 2)[..., None] for x in law]
-        length = tuple(jnp.repeat(x, branches, axis=1) for x in rows)
-        found = found._replace(length=length)
+        found = found._replace(
+            length=tuple(_of_rows(x.astype(dtype), arguments, branches) for x in law)
+        )
     return found
+
+
+def _of_rows(
+    numbers: Float[Array, "#B #T #N"], arguments: ScoreArguments, branches: int
+) -> Float[Array, "#B Nq #T 1"]:
+    """Return numbers of heads for the query heads of these heads."""
+    shape = *numbers.shape[:2], arguments.noise_heads
+    of_heads = jnp.swapaxes(jnp.broadcast_to(numbers, shape), 1, 2)
+    return jnp.repeat(of_heads, branches, axis=1)[..., None]
 
 
 def _decays(
@@ -61,6 +74,7 @@ def _decays(
     """
     batch, keys, kv_heads = arguments.key.shape[:3]
     log_decay = jnp.broadcast_to(log_decay, (log_decay.shape[0], keys, kv_heads))
+    log_decay = jnp.maximum(log_decay, CLOSED)
     if arguments.axis_name is not None:
         log_decay = gather(log_decay, arguments.axis_name)
     if arguments.mask is not None:

@@ -131,9 +131,10 @@ class ScoreMechanism:
             log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
                 query t and key s becomes score − |c_t − c_s|, with c_t = Σ_{r≤t} g_r.
                 In causal attention it falls by the sum of the gates after key s (FoX,
-                the Forgetting Transformer). The gate of a key that the mask hides from
-                all rows counts as 0. Branches of `differential` have their own gates,
-                as they have their own keys.
+                the Forgetting Transformer). c is summed in float32 at least, so scores
+                have an error of about 1e-7 |c_t|; a gate below −10⁴ counts as −10⁴. The
+                gate of a key that the mask hides from all rows counts as 0. Branches of
+                `differential` have their own gates, as they have their own keys.
             sink: logits of one more key per head, which every row sees and which has no
                 value. Softmax then divides by exp(sink) + Σ exp(score).
             positions: positions of the queries among the keys, by default the last T.

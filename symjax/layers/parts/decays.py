@@ -47,7 +47,7 @@ class FixedDecay(nnx.Module):
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
 
 
-def _has_rates(kind: str) -> bool:
+def has_rates(kind: str) -> bool:
     """Return whether decays of this kind are constants that depend on the head."""
     return kind != "none" and LOG_DECAYS[kind].rates is not None
 
@@ -135,7 +135,7 @@ def decay_of(
             belongs to several constants.
     """
     kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
-    if options.attention.decay_heads and not _has_rates(kind):
+    if options.attention.decay_heads and not has_rates(kind):
         raise ValueError(
             f"model.attention.decay_heads {options.attention.decay_heads} needs "
             f"constant decays, but model.attention.decay is {kind!r}"
@@ -225,7 +225,7 @@ def check_rates(source: config.Model, target: config.Model) -> None:
     """
     heads = _heads_with_rates(source)
     kind = source.attention.decay
-    if not _has_rates(kind) or kind != target.attention.decay:
+    if not has_rates(kind) or kind != target.attention.decay:
         return
     if heads != (of_target := _heads_with_rates(target)):
         raise ValueError(

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from symjax import config
 from symjax.attention.core.lengths import LAWS
 from symjax.attention.gated_linear import LOG_DECAYS
-from symjax.layers.parts.decays import decay_of
+from symjax.layers.parts.decays import decay_of, has_rates
 from symjax.layers.parts.part import Part, Sizes, named_options
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
@@ -108,6 +108,21 @@ def _converted(
     return weights | ({"forget": weights["forget"] | twice} if twice else {})
 
 
+def _check_rates(source: config.Model, target: config.Model) -> None:
+    """Raise if key heads of the target would forget at other constant rates.
+
+    Raises:
+        ValueError: the numbers of key/value heads differ, naming the key.
+    """
+    forget = source.attention.forget
+    heads, of_target = (x.kv_heads or x.heads for x in (source, target))
+    if has_rates(forget) and forget == target.attention.forget and heads != of_target:
+        raise ValueError(
+            f"model.attention.forget {forget!r} has a rate for each of {heads} "
+            f"key/value heads, which {of_target} key/value heads do not have"
+        )
+
+
 SCORES = Part(
     weights=_weights,
     operands=_operands,
@@ -124,4 +139,5 @@ SCORES = Part(
     ),
     owned=("forget", "sink", "length_factor", "length_slope", "length_power"),
     convert=_converted,
+    check=_check_rates,
 )

@@ -59,7 +59,7 @@ from symjax.attention.mechanisms import (
     Mechanism,
     table,
 )
-from symjax.attention.mesa import mesa_causal, mesa_state, mesa_step
+from symjax.attention.mesa_layer import mesa_causal, mesa_state, mesa_step
 from symjax.attention.performer import (
     performer,
     performer_causal,

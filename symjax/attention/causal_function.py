@@ -14,8 +14,8 @@ g(μ) = (f(μ) − f(0))/μ,
     out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
 
 so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is the
-error of a ridge regression (`symjax.attention.mesa`). The other functions are power
-series (`symjax.attention.recurrent.power_series`).
+error of a ridge regression (`symjax.attention.mesa_layer`). The other functions are
+power series (`symjax.attention.recurrent.power_series`).
 """
 
 from typing import Any, NamedTuple

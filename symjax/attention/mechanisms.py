@@ -28,7 +28,7 @@ from symjax.attention.gated_linear import (
 from symjax.attention.gau import gau
 from symjax.attention.linear import linear, linear_causal, linear_state, linear_step
 from symjax.attention.matrix_function import FUNCTIONS, NORMALISE, matrix_function
-from symjax.attention.mesa import mesa_causal, mesa_state, mesa_step
+from symjax.attention.mesa_layer import mesa_causal, mesa_state, mesa_step
 from symjax.attention.performer import (
     performer,
     performer_causal,

@@ -14,7 +14,7 @@ from laws import CHUNK, B, H, K, N, T, V, close, hiding, inputs
 
 from symjax.attention.delta_rule import delta_causal
 from symjax.attention.differential import differential
-from symjax.attention.mesa import MesaState, mesa_causal, mesa_state, mesa_step
+from symjax.attention.mesa_layer import MesaState, mesa_causal, mesa_state, mesa_step
 
 RIDGE = np.random.default_rng(3).uniform(0.5, 2.0, (K, H))
 

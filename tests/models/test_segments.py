@@ -26,6 +26,8 @@ def model_of(name, **more):
     """Return a small model of a configuration, in float64."""
     made = importlib.import_module(f"configs.{name}").get_config("tiny")
     made.model.update(width=16, depth=2, heads=2, length=24, vocabulary=11, dropout=0.0)
+    if made.model.attention.signals > 1:
+        made.model.attention.signals = 2  # a divisor of the heads
     if any(x in CHUNKED for x in (made.model.attention.mechanism, *made.model.pattern)):
         made.model.attention.chunk_size = 4
     made.model.update(more)

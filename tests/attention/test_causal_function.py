@@ -8,9 +8,8 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, same
+from split_time import check_split_time
 
 from symjax.attention.causal_function import (
     matrix_function_causal,
@@ -283,30 +282,8 @@ def test_time_split_over_devices_changes_nothing(kind):
     }
     options = KINDS[kind][0] | {"scale": SCALE}
     weigh = np.random.default_rng(1).normal(size=(B, length, N, V)).astype(np.float32)
-    time, hidden = P(None, "time"), P(None, None, None, "time")
-    mesh = jax.make_mesh(
-        (devices,),
-        ("time",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
     form = partial(matrix_function_causal, **options)
-    split = jax.shard_map(
-        lambda arrays, mask, ids: form(
-            *arrays, mask=mask, chunk_size=3, segment_ids=ids, axis_name="time"
-        ),
-        mesh=mesh,
-        in_specs=(time, hidden, time),
-        out_specs=time,
-    )
-
-    def graded(form):
-        return jax.jit(jax.value_and_grad(lambda x: (form(x) * weigh).sum()))(arrays)
-
-    found = graded(lambda x: split(x, *given.values()))
-    wanted = graded(lambda x: form(*x, **given))
-    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        close(one, np.asarray(two), 1e-5)
+    check_split_time(form, arrays, weigh, devices, given)
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(18.0, np.float64), (30.0, np.float32)])

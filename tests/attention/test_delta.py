@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import laws
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
+from split_time import check_split_time
 
 from symjax.attention.delta_rule import (
     DeltaState,
@@ -245,29 +244,7 @@ def test_time_split_over_devices_changes_nothing(kind, devices):
         "segment_ids": np.repeat([[0, 1, 1, 2], [3, 3, 3, 3]], 5, axis=1),
     }
     weigh = weights(length)[0].astype(np.float32)
-    time, hidden = P(None, "time"), P(None, None, None, "time")
-    mesh = jax.make_mesh(
-        (devices,),
-        ("time",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
-    split = jax.shard_map(
-        lambda arrays, mask, ids: delta_causal(
-            *arrays, mask, chunk_size=3, segment_ids=ids, axis_name="time"
-        ),
-        mesh=mesh,
-        in_specs=(time, hidden, time),
-        out_specs=time,
-    )
-
-    def graded(form):
-        return jax.jit(jax.value_and_grad(lambda x: (form(x) * weigh).sum()))(arrays)
-
-    found = graded(lambda x: split(x, *options.values()))
-    wanted = graded(lambda x: delta_causal(*x, **options))
-    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        close(one, np.asarray(two), 1e-5)
+    check_split_time(delta_causal, arrays, weigh, devices, options)
 
 
 def test_ones_replace_what_a_key_holds():

@@ -8,9 +8,8 @@ import laws
 import numpy as np
 import oracles
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from laws import CHUNK, B, H, K, N, T, V, close, hiding, inputs
+from split_time import check_split_time
 
 from symjax.attention.delta_rule import delta_causal
 from symjax.attention.differential import differential
@@ -113,29 +112,7 @@ def test_time_split_over_devices_changes_nothing(devices):
         "segment_ids": np.repeat([[0, 1, 1, 2], [3, 3, 3, 3]], 5, axis=1),
     }
     weigh = np.random.default_rng(1).normal(size=(B, length, N, V)).astype(np.float32)
-    time, hidden = P(None, "time"), P(None, None, None, "time")
-    mesh = jax.make_mesh(
-        (devices,),
-        ("time",),
-        axis_types=(AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
-    split = jax.shard_map(
-        lambda arrays, mask, ids: mesa_causal(
-            *arrays, mask, chunk_size=3, segment_ids=ids, axis_name="time"
-        ),
-        mesh=mesh,
-        in_specs=(time, hidden, time),
-        out_specs=time,
-    )
-
-    def graded(form):
-        return jax.jit(jax.value_and_grad(lambda x: (form(x) * weigh).sum()))(arrays)
-
-    found = graded(lambda x: split(x, *options.values()))
-    wanted = graded(lambda x: mesa_causal(*x, **options))
-    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        close(one, np.asarray(two), 1e-5)
+    check_split_time(mesa_causal, arrays, weigh, devices, options)
 
 
 @pytest.mark.parametrize("shape", [(), (K,), (K, H)])

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import (
@@ -153,7 +154,7 @@ def _over_root_of_ridge(
         check_positive(who, "ridge", ridge)
         return query * ridge**-0.5, key * ridge**-0.5
     ridge = as_array(who, "ridge", ridge)
-    if not isinstance(ridge, jax.core.Tracer) and not (ridge > 0).all():
+    if not isinstance(ridge, Tracer) and not (ridge > 0).all():
         raise ValueError(f"{who}: ridge must be positive, got {ridge}")
     if ridge.shape not in ((), (heads,), (heads, size)):
         raise ValueError(

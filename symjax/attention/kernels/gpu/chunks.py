@@ -14,6 +14,7 @@ This file has the products and casts inside of kernels, the call of a kernel, an
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU. Triton compiles on all
 versions of jax that this project allows, and it assigns registers by itself.
+docs/performance/gpu.md says what replaces each kernel.
 
 `decaying_states` is the state pass of gated linear attention, with decays per head or
 per channel. It computes the state before each chunk, and in reverse time the gradient

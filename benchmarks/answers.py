@@ -96,8 +96,8 @@ class Task(NamedTuple):
 
 TEXT = "data.source=text data.tokenizer=char model.length=128 batch_size=8"
 TASKS = {
-    "text": Task("gpt.py:tiny", f"{TEXT} model.depth=3 steps=1200"),
-    "deep": Task("gpt.py:tiny", f"{TEXT} model.depth=8 model.width=64 steps=1200"),
+    "text": Task("gpt.py:tiny", f"{TEXT} model.depth=3 steps=600"),
+    "deep": Task("gpt.py:tiny", f"{TEXT} model.depth=8 model.width=64 steps=600"),
     "mqar": Task("mqar.py", "steps=1000"),
     "needle": Task("needle.py", "steps=2000"),
     "sort": Task("sort.py", "steps=1000"),

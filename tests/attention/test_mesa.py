@@ -34,9 +34,9 @@ def test_the_mesa_layer_obeys(law):
     law(MESA)
 
 
-def by_tokens(arrays, sums, inverse):
-    """Return the output and the last state, one solve [H H] per token."""
-    moments = jnp.linalg.inv(inverse)
+def by_tokens(arrays, fit, root):
+    """Return the output and the last W and P, one solve [H H] per token."""
+    moments = jnp.linalg.inv(root @ jnp.swapaxes(root, -1, -2))
 
     def token(state, now):
         moments, sums = state
@@ -47,13 +47,21 @@ def by_tokens(arrays, sums, inverse):
         return (moments, sums), jnp.einsum("bnh,bnhv->bnv", query, fit)
 
     moved = [jnp.moveaxis(x, 1, 0) for x in arrays]
-    (moments, sums), outputs = jax.lax.scan(token, (moments, sums), tuple(moved))
-    return jnp.moveaxis(outputs, 0, 1), MesaState(sums, jnp.linalg.inv(moments))
+    (moments, sums), outputs = jax.lax.scan(
+        token, (moments, moments @ fit), tuple(moved)
+    )
+    inverse = jnp.linalg.inv(moments)
+    return jnp.moveaxis(outputs, 0, 1), (inverse @ sums, inverse)
+
+
+def fit_and_inverse(state):
+    return state.fit, state.root @ jnp.swapaxes(state.root, -1, -2)
 
 
 def by_chunks(arrays, *state):
     options = {"state": MesaState(*state), "return_state": True}
-    return mesa_causal(*arrays, **options)
+    output, end = mesa_causal(*arrays, **options)
+    return output, fit_and_inverse(end)
 
 
 def by_steps(arrays, *state):
@@ -63,7 +71,7 @@ def by_steps(arrays, *state):
 
     moved = [jnp.moveaxis(x, 1, 0) for x in arrays]
     state, outputs = jax.lax.scan(token, MesaState(*state), tuple(moved))
-    return jnp.moveaxis(outputs, 0, 1), state
+    return jnp.moveaxis(outputs, 0, 1), fit_and_inverse(state)
 
 
 def graded(form, arrays, *state):
@@ -77,17 +85,14 @@ def graded(form, arrays, *state):
         ends = sum((x * y).sum() for x, y in zip(end, weigh_end, strict=True))
         return (output * weigh).sum() + ends, (output, end)
 
-    gradients, both = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(arrays, *state)
-    *of_arrays, of_inverse = gradients
-    of_inverse += jnp.swapaxes(of_inverse, -1, -2)  # P is symmetric
-    return jax.tree.map(np.asarray, (both, of_arrays, of_inverse))
+    found = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(arrays, *state)
+    return jax.tree.map(np.asarray, found)
 
 
 def test_2048_tokens_are_one_regression_each_in_float64(x64):
     """Chunks and steps: output, state and gradients, from a state that is not empty."""
     arrays, rng = inputs(2048), np.random.default_rng(4)
-    root = rng.normal(size=(B, K, H, H))
-    state = rng.normal(size=(B, K, H, V)), root @ np.swapaxes(root, -1, -2) / H
+    state = rng.normal(size=(B, K, H, V)), rng.normal(size=(B, K, H, H)) / H**0.5
     wanted = graded(by_tokens, arrays, *state)
     for form in (by_chunks, by_steps):
         found = graded(form, arrays, *state)
@@ -135,12 +140,25 @@ def test_a_small_ridge_recalls_every_value():
     wanted = np.repeat(value, N // K, axis=2)
     options = {"return_state": True}
     _, state = mesa_causal(query, key, value, ridge=1e-5, **options)
-    fit = np.asarray(state.inverse @ state.sums) * 1e5**0.5
+    fit = np.asarray(state.fit) * 1e5**0.5
     found = np.einsum("btkh,bkhv->btkv", key, fit)
     close(np.repeat(found, N // K, axis=2), wanted, 0.02)
     _, state = delta_causal(query, key, value, ones, **options)
     error = np.einsum("btkh,bkhv->btkv", key, state.sums) - value
     assert np.abs(error[:, 0]).max() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "steps"), [(10, 1e-3, 5e-6), (100, 1e-2, 1e-5)]
+)
+def test_long_keys_keep_their_digits_in_float32(size, chunks, steps):
+    """Lengths of keys of √5 × size, for a ridge of 1. Steps keep nearly all digits."""
+    query, key, value = (x.astype(np.float32) for x in inputs(150))
+    arrays = query, size * key, value
+    wanted = oracles.mesa(*(x.astype(float) for x in arrays), np.ones((K, H)))
+    close(mesa_causal(*arrays, chunk_size=CHUNK), wanted, chunks)
+    found, _ = by_steps(arrays, *MESA.state(B, K, H, V))
+    close(found, wanted, steps)
 
 
 def test_differential_subtracts_two_regressions():

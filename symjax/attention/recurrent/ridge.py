@@ -1,10 +1,20 @@
 """Ridge regression of values on keys, as a recurrence: the Mesa layer and resolvents.
 
-The state is P = (I + βM)⁻¹ and S, with M = Σ k kᵀ and S = Σ k vᵀ. One token changes P
-by the formula of Sherman and Morrison. A chunk does it for all of its tokens with one
-factorisation: G = I + β K P Kᵀ = L diag(D) Lᵀ, Z = L⁻¹ K P, E = diag(1/D) L⁻¹ (V − β K
-P S). The rows of Z are the directions in which the tokens change P, and those of E are
-the errors of the regression after each token has been read.
+With M = Σ k kᵀ, S = Σ k vᵀ and P = (I + βM)⁻¹, the regression is W = β P S. The state
+is W and a root F of P = F Fᵀ. One token changes W as in recursive least squares and F
+by Potter's formula (Bierman 1977, Factorization Methods for Discrete Sequential
+Estimation):
+
+    f = Fᵀ k,  z = F f,  d = 1 + β f·f,  W += (β/d) z (v − k W),  F −= β/(√d + d) z fᵀ
+
+A chunk does it for all of its tokens with one factorisation: G = I + β K P Kᵀ = L
+diag(D) Lᵀ, Z = L⁻¹ K P, E = diag(1/D) L⁻¹ (V − K W). The rows of Z are the z of the
+tokens, and those of E are the errors of the regression after each token has been read.
+
+Long keys make P small. The formula of Sherman and Morrison for P itself subtracts large
+matrices: where β k·k is 1e6, float32 would leave it one digit. F loses half as many
+digits as P. W is not computed as β P S, where P is large and S nothing but roundoff in
+all directions in which there was no key.
 """
 
 from dataclasses import dataclass
@@ -13,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.core.products import over_root, products
+from symjax.attention.core.products import einsum, over_root, products
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,
@@ -24,14 +34,18 @@ from symjax.attention.recurrent.chunks import (
     time_first,
 )
 from symjax.attention.recurrent.recurrence import Schedule
-from symjax.attention.recurrent.triangular import inverse_of_positive, unit_factor
+from symjax.attention.recurrent.triangular import (
+    root_of_inverse,
+    solve_unit_lower,
+    unit_factor,
+)
 
 
 class MesaState(NamedTuple):
     """State of a ridge regression, in float32 at least."""
 
-    sums: Float[Array, "B K H V"]  # S = Σ k vᵀ
-    inverse: Float[Array, "B K H H"]  # P = (I + βM)⁻¹
+    fit: Float[Array, "B K H V"]  # W = β P S, the regression of all values so far
+    root: Float[Array, "B K H H"]  # F, with F Fᵀ = P = (I + βM)⁻¹
 
 
 class PreparedMesa(NamedTuple):
@@ -46,14 +60,15 @@ class Learned(NamedTuple):
 
     Attributes:
         reach: which rows [B 1 T 1] read the state before the chunk, or None: all.
-        readers: K P of the state before the chunk, or K for the other rows.
         changes: Z, the product of each key with P before the token.
+        seen: f / (1 + √d), the product of each key with F before the token, scaled.
         sizes: D, 1 + β kᵀ P k with P before the token.
         errors: E, the errors of the regression after the token.
     """
 
     reach: Bool[Array, "B 1 T 1"] | None
     changes: Float[Array, "B K T H"]
+    seen: Float[Array, "B K T H"]
     sizes: Float[Array, "B K T"]
     errors: Float[Array, "B K T V"]
 
@@ -63,9 +78,8 @@ class Mesa:
     """Recurrence of a ridge regression. β is its only parameter.
 
     Attributes:
-        output: what a row is. "read": β q P S. For queries equal to keys, the error of
-            the value after it has been read, v − β q P S ("error"), or the error minus
-            the value, −β q P S ("change").
+        output: what a row is. "read": q W. For queries equal to keys, the error of the
+            value after it has been read, v − q W ("error"), or −q W ("change").
         unit_rows: divide every row of the matrix that multiplies the values by its
             length. Only for "error" and "change".
     """
@@ -82,8 +96,8 @@ class Mesa:
         dtype = jnp.promote_types(dtype, jnp.float32)
         batch, heads, size, _ = sizes
         identity = jnp.eye(size, dtype=dtype)[None, None]
-        inverse = jnp.broadcast_to(identity, (batch, heads, size, size))
-        return MesaState(jnp.zeros(sizes, dtype), inverse)
+        root = jnp.broadcast_to(identity, (batch, heads, size, size))
+        return MesaState(jnp.zeros(sizes, dtype), root)
 
     def prepare(self, parameters: Array, span: Span) -> PreparedMesa:
         return PreparedMesa(chunk_of(span), parameters)
@@ -94,21 +108,20 @@ class Mesa:
         chunk, strength = prepared
         _, query, key, value = product_and_arrays(chunk)
         product = products(*chunk[:3], cancel=True)
-        empty = self.empty(None, state.sums.shape, state.sums.dtype)
+        empty = self.empty(None, state.fit.shape, state.fit.dtype)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         reach = None if reaches is None else reaches[:, None, :, None]
         learned = _learn(before, prepared, reach)
-        written, changes = key, learned.changes
+        written = strength * learned.changes
         if joins is not None:
-            join = joins[:, None, :, None]
-            written, changes = (jnp.where(join, x, 0) for x in (written, changes))
-        scaled = changes * (strength / learned.sizes)[..., None]
+            written = jnp.where(joins[:, None, :, None], written, 0)
+        over_sizes = written / jnp.sqrt(learned.sizes)[..., None]
         after = MesaState(
-            carried.sums + product("bkth,bktv->bkhv", written, value),
-            carried.inverse - product("bkth,bkti->bkhi", scaled, changes),
+            carried.fit + product("bkth,bktv->bkhv", written, learned.errors),
+            carried.root - product("bkth,bkti->bkhi", over_sizes, learned.seen),
         )
         if self.output == "read":
-            rows = _read(before, chunk, query, learned) * strength
+            rows = _read(before, prepared, query, learned)
         else:
             rows = self._errors(key, value, strength, learned)[:, :, None]
         return after, time_first(rows)
@@ -132,20 +145,36 @@ class Mesa:
 
     def effect(
         self, prepared: PreparedMesa
-    ) -> tuple[MesaState, Float[Array, "B K H H"]]:
-        """Return the state that the chunk makes of an empty one, and its βM."""
+    ) -> tuple[MesaState, tuple[Float[Array, "B K H H"], Float[Array, "B K H V"]]]:
+        """Return the state that the chunk makes of an empty one, and its βM and βS."""
         chunk, strength = prepared
         _, _, key, value = product_and_arrays(chunk)
         product = products(*chunk[:3], cancel=True)
         moments = strength * product("bkth,bkti->bkhi", key, key)
-        identity = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
-        sums = product("bkth,bktv->bkhv", key, value)
-        return MesaState(sums, inverse_of_positive(identity + moments)), moments
+        sums = strength * product("bkth,bktv->bkhv", key, value)
+        empty = self.empty(None, sums.shape, sums.dtype)
+        return _with_sums(empty, moments, sums), (moments, sums)
 
-    def merge(self, one: tuple, two: tuple) -> tuple[MesaState, Array]:
-        """Return the effect of two spans: βM and S add up, and P⁻¹ = I + βM."""
-        inverse = inverse_of_positive(inverse_of_positive(one[0].inverse) + two[1])
-        return MesaState(one[0].sums + two[0].sums, inverse), one[1] + two[1]
+    def merge(self, one: tuple, two: tuple) -> tuple[MesaState, tuple]:
+        """Return the effect of two spans: βM and βS add up."""
+        sums = tuple(x + y for x, y in zip(one[1], two[1], strict=True))
+        return _with_sums(one[0], *two[1]), sums
+
+
+def _with_sums(
+    state: MesaState, moments: Float[Array, "B K H H"], sums: Float[Array, "B K H V"]
+) -> MesaState:
+    """Return the state after tokens with these βM and βS.
+
+    P becomes F (I + Fᵀ βM F)⁻¹ Fᵀ, and W grows by P (βS − βM W).
+    """
+    identity = jnp.eye(moments.shape[-1], dtype=moments.dtype)[None, None]
+    inner = einsum("bkih,bkij,bkjl->bkhl", state.root, moments, state.root)
+    root = einsum("bkhi,bkij->bkhj", state.root, root_of_inverse(identity + inner))
+    errors = sums - einsum("bkhi,bkiv->bkhv", moments, state.fit)
+    return MesaState(
+        state.fit + einsum("bkhi,bkji,bkjv->bkhv", root, root, errors), root
+    )
 
 
 def _learn(
@@ -155,33 +184,39 @@ def _learn(
     chunk, strength = prepared
     _, _, key, value = product_and_arrays(chunk)
     product = products(*chunk[:3], cancel=True)
-    readers = product("bkth,bkhi->bkti", key, before.inverse)
-    held = product("bkth,bkhv->bktv", readers, before.sums)
+    seen = product("bkth,bkhi->bkti", key, before.root)
+    readers = product("bkti,bkhi->bkth", seen, before.root)
+    held = product("bkth,bkhv->bktv", key, before.fit)
     if reach is not None:
-        readers, held = jnp.where(reach, readers, key), jnp.where(reach, held, 0)
-    gram = product("bkth,bksh->bkts", readers, key)
+        seen, readers = (jnp.where(reach, x, key) for x in (seen, readers))
+        held = jnp.where(reach, held, 0)
+    gram = product("bkth,bksh->bkts", seen, seen)
     if chunk.segment is not None:
         same = chunk.segment[:, :, None] == chunk.segment[:, None, :]
         gram = jnp.where(same[:, None], gram, 0)
     identity = jnp.eye(key.shape[2], dtype=key.dtype)[None, None]
     sizes, solve = unit_factor(identity + strength * gram)
-    changes = product("bkts,bksh->bkth", solve, readers)
-    errors = product("bkts,bksv->bktv", solve, value - strength * held)
-    return Learned(reach, changes, sizes, errors / sizes[..., None])
+    changes, seen = (
+        product("bkts,bksh->bkth", solve, rows) for rows in (readers, seen)
+    )
+    errors = product("bkts,bksv->bktv", solve, value - held)
+    wide = 1 + jnp.sqrt(sizes)[..., None]
+    seen = solve_unit_lower(solve / wide, seen / wide, product)
+    return Learned(reach, changes, seen, sizes, errors / sizes[..., None])
 
 
 def _read(
     before: MesaState,
-    chunk: Chunk,
+    prepared: PreparedMesa,
     query: Float[Array, "B K G T H"],
     learned: Learned,
 ) -> Float[Array, "B K G T V"]:
-    """Return q P S of every query: linear attention over changes and errors."""
+    """Return q W of every query: linear attention over changes and errors."""
+    chunk, strength = prepared
     product = products(*chunk[:3], cancel=True)
-    past = product("bkgth,bkhi->bkgti", query, before.inverse)
-    past = product("bkgth,bkhv->bkgtv", past, before.sums)
+    past = product("bkgth,bkhv->bkgtv", query, before.fit)
     if learned.reach is not None:
         past = jnp.where(learned.reach[:, :, None], past, 0)
-    weights = product("bkgth,bksh->bkgts", query, learned.changes)
+    weights = strength * product("bkgth,bksh->bkgts", query, learned.changes)
     weights = jnp.where(past_pairs(chunk)[:, None, None], weights, 0)
     return past + product("bkgts,bksv->bkgtv", weights, learned.errors)

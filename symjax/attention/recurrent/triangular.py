@@ -114,7 +114,7 @@ def _unit_factor_derivative(primals: tuple, tangents: tuple) -> tuple[tuple, tup
     return (sizes, inverse), tangent
 
 
-def inverse_of_positive(matrix: Float[Array, "*B T T"]) -> Float[Array, "*B T T"]:
-    """Return the inverse of a symmetric positive definite matrix, else NaN."""
+def root_of_inverse(matrix: Float[Array, "*B T T"]) -> Float[Array, "*B T T"]:
+    """Return F with F Fᵀ = A⁻¹ of a symmetric positive definite matrix, else NaN."""
     sizes, inverse = unit_factor(matrix)
-    return einsum("...ij,...ik->...jk", inverse / sizes[..., None], inverse)
+    return jnp.swapaxes(inverse / jnp.sqrt(sizes)[..., None], -1, -2)

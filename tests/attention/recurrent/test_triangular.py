@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from symjax.attention.recurrent.triangular import (
-    inverse_of_positive,
+    root_of_inverse,
     solve_unit_lower,
     unit_factor,
 )
@@ -60,13 +60,14 @@ def test_a_factor_makes_a_positive_matrix_diagonal(length):
     matrix = matrix @ np.swapaxes(matrix, -1, -2) + np.eye(length)
     with jax.enable_x64(True):
         sizes, inverse = map(np.asarray, unit_factor(jnp.asarray(matrix)))
-        whole = np.asarray(inverse_of_positive(jnp.asarray(matrix)))
+        root = np.asarray(root_of_inverse(jnp.asarray(matrix)))
     diagonal = inverse @ matrix @ np.swapaxes(inverse, -1, -2)
     wanted = sizes[..., None] * np.eye(length)
     np.testing.assert_allclose(diagonal, wanted, atol=1e-12)
     same = np.triu(inverse), np.broadcast_to(np.eye(length), matrix.shape)
     np.testing.assert_array_equal(*same)
-    np.testing.assert_allclose(whole, np.linalg.inv(matrix), atol=1e-12)
+    found = root @ np.swapaxes(root, -1, -2)
+    np.testing.assert_allclose(found, np.linalg.inv(matrix), atol=1e-12)
 
 
 def test_derivatives_of_a_factor_are_those_of_the_cholesky_factor():

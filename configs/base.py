@@ -1,4 +1,4 @@
-"""The sizes that all configurations share, on top of the defaults in symjax/config.py.
+"""The sizes that all configurations share, on top of the defaults in symjax/config.
 
 3l, 6l, 8l   the models of the Shakespeare study: 3, 6 or 8 layers, width 256, 8 heads,
              length 300, learned positions, LayerNorm, ReLU

@@ -23,8 +23,9 @@ class Docstrings(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_) -> None:
         for module, found in list(_mechanisms(pkg)):
             module.set_member(found.name, _function(found, pkg))
-        for group in pkg["config"].classes.values():
-            _describe_keys(group)
+        for file in pkg["config"].modules.values():
+            for group in file.classes.values():
+                _describe_keys(group)
         _prepare(pkg)
 
 

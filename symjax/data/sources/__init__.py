@@ -28,7 +28,7 @@ To add a source of text named "mine":
 2.  Call it in `table.load`. Let `table.files` return the files that it reads: a corpus
     is packed again if their names, sizes or times change.
 3.  Add "mine" to `table.KEYS`, with the keys of `data.` that it reads, and to the
-    choices of `data.source` in `symjax/config.py`.
+    choices of `data.source` in `symjax/config/data.py`.
 4.  Test it in `tests/data/test_sources.py`, and describe it in `docs/data.md`.
 
 Tokenizing, packing, caching and batches need no change.

@@ -88,11 +88,14 @@ def differential(
     group. The norm over each head and the factor 1 − λ_init belong to the layer.
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
-    noise map A₂, and each has its signal map A₁ and its λ. There are N/r noise heads,
-    so query is [B T N(1 + 1/r) H]. Every group of r signal heads is followed by its
-    noise head. Keys have a signal key for each of the K value heads, and min(K, N/r)
-    noise keys: K / min(K, N/r) signal keys, then their noise key, and so on. With
-    K ≤ N/r, key is [B S 2K H] as with r = 1; with K = N, each query
+    noise map A₂, and each has its signal map A₁ and its λ.
+
+    - query is [B T N + N/r H]: N signal heads, and N/r noise heads. Each group of r
+      signal heads is followed by its noise head.
+    - key is [B S K + m H]: K signal keys, one for each value head, and m = min(K, N/r)
+      noise keys. Each group of K/m signal keys is followed by its noise key.
+
+    If K ≤ N/r, m is K, so the keys are [B S 2K H] as with r = 1. If K = N, each query
     head has its own key.
 
     Without a kernel, a score mechanism subtracts the two maps block by block and

@@ -6,11 +6,12 @@
         weights = np.tril(φ(q) @ φ(k).T)
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-With random rows w of the projection W, exp(q·k) is the expected value of φ(q)·φ(k).
-The features φ are exponentials. The recurrence subtracts a running maximum from their
-exponents. So no ε is added to a feature or a denominator, and queries and keys may have
-any size whose squared length float32 can hold (entries up to 1e18). The causal form
-depends on later keys only by rounding.
+With M random rows w of the projection W, φ(q)·φ(k) has the expected value M exp(q·k).
+The factor M cancels in the division. The features φ are exponentials, and the
+recurrence subtracts a running maximum from their exponents. So no ε is added to a
+feature or a denominator, and queries and keys may have any size whose squared length
+float32 can hold (entries up to 1e18). The causal form depends on later keys only by
+rounding.
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024
@@ -163,8 +164,9 @@ def performer_step(
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
     """Return the output for one more token of `performer_causal`, and the new state.
 
-    Time O(M (H + V)). If the features are exponentials, the denominator of a row,
-    divided by exp of the largest exponent in its sum, is at least 1.
+    Time O(M (H + V)). If the features are exponentials, the largest exponent of a row
+    is subtracted from all its exponents. Its denominator is then at least 1, so that no
+    ε is needed.
 
     Raises:
         ValueError: as `performer_causal`; more than one token.
@@ -188,9 +190,10 @@ def performer_state(
 ) -> LinearState:
     """Return the state of `performer_causal` before the first token.
 
-    It has M (V + 2) numbers per key head, float32 at least, if each of the M features
-    has an exponent. relu needs M (V + 1), and trigonometric features one maximum for
-    all. Hyperbolic and trigonometric features are twice the rows of the projection.
+    The state has M (V + 2) numbers per key head, float32 at least, for M features: M V
+    sums, M totals and M running maxima. relu has no running maxima: M (V + 1) numbers.
+    Trigonometric features share one maximum: M (V + 1) + 1. M is the number of rows of
+    the projection; for hyperbolic and trigonometric features it is twice that number.
 
     Raises:
         ValueError: as `performer`; a size or a dtype that is wrong.

@@ -1,10 +1,12 @@
 """Random features of the Performer, and the projections that they use.
 
-With rows w of a projection W and x' = x √scale, random features estimate
-exp(scale q·k) = E[φ(q)·φ(k)]. `RANDOM_FEATURES` maps names to feature maps, whose
-parameters are `RandomFeatures`. Features hold exponentials. `LogFeatures` keeps their
-exponents apart, and `symjax.attention.recurrent.normalised` subtracts a running maximum
-from them, so that no exponential overflows.
+With M random rows w of a projection W and x' = x √scale, random features estimate
+exp(scale q·k): the expected value of φ(q)·φ(k) is this number times a constant, M for
+positive features, which cancels in the division by the denominator. `RANDOM_FEATURES`
+maps names to feature maps, whose parameters are `RandomFeatures`. Features hold
+exponentials. `LogFeatures` keeps their exponents apart, and
+`symjax.attention.recurrent.normalised` subtracts a running maximum from them, so that
+no exponential overflows.
 """
 
 import functools

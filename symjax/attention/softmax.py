@@ -1,4 +1,4 @@
-"""Softmax attention, with which all other mechanisms are compared.
+"""Softmax attention, to which all other mechanisms are compared.
 
     def softmax(q, k, v):                    # one head: q, k [T H], v [T V]; causal
         scores = q @ k.T / np.sqrt(q.shape[-1])
@@ -20,7 +20,10 @@ from symjax.attention.scores.rows import KEPT
 def softmax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> tuple[Float[Array, "*B t s"], Float[Array, "*B t 1"]]:
-    """Return exp(score − maximum of the row), 0 for hidden pairs, and its row sums."""
+    """Return the weights exp(score − maximum of the row), and their sum in each row.
+
+    Weights of hidden pairs are 0. The sum of a row without visible keys counts as 1.
+    """
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
@@ -35,11 +38,12 @@ softmax = ScoreMechanism(
     softmax_weights,
     """Scaled dot-product attention, softmax(q·k·scale + bias) V, in blocks of rows.
 
-    In bfloat16 the gradients of scores are rounded before they are multiplied by the
-    keys. They sum to zero only up to that rounding, so that a part which all keys share
-    does not cancel. The relative error of the gradient of a query is about 1e-3 times
-    the size of the keys over the spread among them: 1.5 % if keys differ by a tenth of
-    their size, 12 % if they differ by a hundredth.
+    The gradients of the scores of a row add up to zero, so the mean of the keys cancels
+    in the gradient of the query. In bfloat16 the gradients of scores are rounded before
+    they are multiplied by the keys. Then the mean does not cancel, and the gradient of
+    the query has a relative error of about 1e-3 · (size of the keys) / (size of their
+    differences): 1.5 % if keys differ by a tenth of their size, 12 % if they differ by
+    a hundredth.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,

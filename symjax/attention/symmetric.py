@@ -79,14 +79,15 @@ def symmetric(
 ) -> Float[Array, "B T N V"]:
     """Return attend(query, symmetric_key(query), value): the keys are the queries.
 
-    A layer saves the key projection. Scores are symmetric, s_ts = s_st, if U is. With
+    A layer needs no key projection. Scores are symmetric, s_ts = s_st, if U is. With
     unit-variance inputs a token scores highest with itself, |q|²/√H; `mask_self=True`
-    or `normalise` reduce that. The cost is that of `attend`, and O(T N H²) with a
+    or `normalise` reduce that. The cost is that of `attend`, plus O(T N H²) with a
     metric.
 
     Args:
         metric, normalise: options of `symmetric_key`.
-        attend: any mechanism.
+        attend: any mechanism with the arguments (query, key, value, **options). Not
+            `matrix_function`, which takes no keys: its keys are always the queries.
         options: options of `attend`.
     Raises:
         ValueError: value and query differ in heads. Grouped heads would need one key

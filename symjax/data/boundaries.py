@@ -26,7 +26,7 @@ class Boundaries(NamedTuple):
         after: written after each document, as its last token.
         start: the token before every document, from which a model predicts the first
             token of the document; None if there is no such token.
-        shared: `start` is also the last token of the document before.
+        shared: whether `start` is also the last token of the document before.
     """
 
     first: Piece = None
@@ -38,9 +38,13 @@ class Boundaries(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Number of tokens before a slice of a text that belong to its first document.
+        """Number of tokens before a source's tokens that its first document includes.
 
-        It is 1 if the last token of one document begins the next one, else 0.
+        Each source of a mixture has a slice of the packed text. In "end A end B end" a
+        document begins with the token that ends the document before it. The first
+        document of a slice therefore begins one token early, with the last token of the
+        source before: 1. All other packings write the token that begins a document
+        together with the document, so that it is in the slice: 0.
         """
         return int(self.shared and self.after is not None)
 

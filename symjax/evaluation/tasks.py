@@ -96,7 +96,7 @@ TASKS = {
     ),
     "position": Task(position, "held-out loss by position in the window"),
     "noise": Task(
-        noise, "shares of attention on the answer, on nearby tokens and elsewhere"
+        noise, "shares of attention on the answer, on the context and elsewhere"
     ),
     "self_share": Task(self_share, "share of attention of a token on itself"),
     "dilution": Task(dilution, "share of attention on the last 1, 4, 16, 64 tokens"),

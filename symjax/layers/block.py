@@ -30,10 +30,11 @@ ACTIVATIONS = {
     "swiglu": jax.nn.silu,
 }
 
-# Value of model.remat → results that the backward pass keeps. All keep the results of
-# attention kernels, which are as small as their inputs and expensive to compute (except
-# the Performer's, whose states are large). "dots" does not keep every product with
-# weights: with all of them, a model of 1b parameters would fill 16 GB.
+# Value of model.remat → results that the backward pass keeps. All values keep the
+# results of attention kernels, which are as small as their inputs and expensive to
+# compute. Kernels of feature maps, such as the Performer's, are an exception: their
+# states are large, so the backward pass computes them again. "dots" does not keep every
+# product with weights: with all of them, a model of 1b parameters would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

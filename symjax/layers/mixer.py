@@ -168,11 +168,14 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
-        `positions` hide keys that are not yet written, and keys of padding until later
-        tokens overwrite them. The smallest prefix of `_prefixes` that holds all written
-        keys is read. The prefixes are halves, quarters and so on of the cache, down to
-        256 keys. A bias has an entry for each place of the cache. Decoding ignores the
-        option `implementation`.
+        By the argument `positions` a row sees the cached keys up to its own position.
+        Later places are hidden, whether they are empty or hold padding: the padding of
+        a row comes after its tokens, and its next tokens overwrite it.
+
+        Only the shortest prefix of the cache that holds all written keys is read. The
+        lengths of prefixes are those of the cache, its half, its quarter and so on,
+        down to 256 keys. A bias has an entry for each place of the cache. Decoding
+        ignores the option `implementation`.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

@@ -26,8 +26,9 @@ class PositionTerm(nnx.Module):
     that of the keys alone.
 
     Args:
-        heads: output heads; both branches of a differential head have its a and w. Of
-            heads that share a noise map, one.
+        heads: number of values a, and of vectors w: one for each output head, which the
+            two branches of a differential head share. Heads that share a noise map also
+            share a and w, so `heads` is then the number of noise heads.
         features: number of features f, an even number.
     Source: Kayyam et al. 2026, arXiv:2606.04032.
     """

@@ -1,10 +1,10 @@
-"""Documents in a row, and what a mechanism is told about visible tokens.
+"""Documents in a row, and the operands that hide tokens from a mechanism.
 
 `Segments` holds the documents of packed rows. `row_operands` makes the operands with
-which mechanisms hide tokens: "mask" from padding, "segment_ids" from documents. A
-padded key becomes invisible by this mask [B 1 1 T]: score mechanisms give it weight 0,
-recurrences leave their state as it is. In decoding from a cache the positions of score
-mechanisms hide it instead.
+which mechanisms hide tokens: "mask" [B 1 1 T] from padding, "segment_ids" from
+documents. Score mechanisms give weight 0 to a key that the mask hides, and recurrences
+leave their state as it is. When score mechanisms decode from a cache, they get no mask:
+their argument `positions` hides padding (`Mixer.decode`).
 """
 
 from typing import NamedTuple

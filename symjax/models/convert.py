@@ -79,7 +79,11 @@ Params = dict[str, Any]
 
 
 def changes(source: config.Model, target: config.Model) -> list[str]:
-    """Name the keys by which converted weights initially compute another function."""
+    """Return a line `model.KEY old → new` for each key that changes the function.
+
+    By such a key the target, with the converted weights and before any training step,
+    computes another function than the source.
+    """
     names, models = CHANGING, (source, target)
     if all("flash" in config.mechanisms_of(x) for x in models):
         names += ("attention.chunk_size",)  # other mechanisms change by rounding alone

@@ -42,7 +42,10 @@ def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Arra
 
 
 class Losses(NamedTuple):
-    """Losses of all tokens. A token with a negative target has none: 0, and False.
+    """Losses of all tokens.
+
+    A token with a negative target has no loss: its `loss` and `normaliser` are 0, and
+    `right` is False.
 
     Attributes:
         loss: −log softmax(logits)[target], in nats.

@@ -349,7 +349,7 @@ class Stacks(NamedTuple):
         return self._map(tree, lambda blocks, position: blocks[position], self.period)
 
     def norms(self, stacked: Any) -> Float[Array, " layers"]:
-        """Return the norm of the weights of each layer in `stack(tree)`."""
+        """Return the norm of each layer of `stacked`, a gradient after `stack`."""
         blocks = stacked["blocks"]
         if not self.period:
             return jnp.stack([optax.tree.norm(blocks[i]) for i in range(self.depth)])

@@ -1,7 +1,7 @@
 """Functions that run on any mesh: shardings, axes of type Explicit and Manual, vmap.
 
-Engines are decorated by `on_any_mesh`, which compiles them and hides the type of the
-axes of a mesh from them. The other functions here serve it and the engines' loops.
+`on_any_mesh` decorates engines: it compiles them, and turns mesh axes of type Explicit
+into Auto inside them. The other functions help it, and the loops of engines.
 """
 
 import inspect
@@ -40,12 +40,12 @@ def vary_alike(tree: Any) -> Any:
 
 
 def batched_alike(tree: Any) -> Any:
-    """Return the arrays such that `jax.vmap` batches all of them or none.
+    """Return the same values, such that `jax.vmap` batches all arrays or none.
 
     Results of `jax.custom_vjp` need this. Under `vmap`, jax 0.10 and 0.11 confuse
     batched with unbatched results: they add up the cotangent of an unbatched result
-    once per example. So each array gets a term that is never added and depends on all
-    arrays. XLA removes the operations that this adds.
+    once per example. So each array is made to depend on all of them, by a `jnp.where`
+    whose condition is never True. XLA removes the operations that this adds.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):
@@ -70,7 +70,11 @@ def rows_and_state(tokens: Any) -> tuple[P, P]:
 
 
 def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
-    """Return the sharding P(*axes, axis of V), without V if `axes` has its axis."""
+    """Return the sharding P(*axes, mesh axis of V) of rows [B T N V].
+
+    A sharding may name a mesh axis once. If `axes` has the mesh axis of V already, V is
+    not split.
+    """
     size = jax.typeof(value).sharding.spec[3]
     return P(*axes, None if size in axes else size)
 

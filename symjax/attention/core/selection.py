@@ -10,8 +10,9 @@ Values = Array | float
 def where(condition: Bool[Array, "*#shape"], chosen: Values, other: Values) -> Array:
     """Return `chosen` where `condition` is True, else `other`.
 
-    It is `jnp.where` as operations of the caller. `jnp.where` adds a function to the
-    program for every set of shapes, forward and backward.
+    The values are those of `jnp.where`. That function is jitted, so it adds a function
+    to the program for each set of shapes, forward and backward. The operations here
+    become operations of the caller.
     """
     values = chosen, other
     dtype = jnp.result_type(*values)

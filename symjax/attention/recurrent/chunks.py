@@ -229,12 +229,12 @@ def through_segments(
     Returns:
         before: the state that the first rows of the chunk read: `state`, or `empty` if
             a segment starts at the first token.
-        carried: the part of the state after the chunk that comes from earlier chunks:
-            `before`, or `empty` if the chunk has several segments.
-        reaches: rows [B T] that read `before`: the first segment of the chunk. None
-            without segments: all rows.
-        joins: tokens [B T] that are added to `carried`: the last segment of the chunk.
-            None without segments: all tokens.
+        carried: the part of the state after the chunk that earlier chunks contribute.
+            It is `before` if the chunk has one segment, `empty` if it has several.
+        reaches: [B T], True for the rows that read `before`, the first segment of the
+            chunk. None without segments: all rows read it.
+        joins: [B T], True for the tokens that are added to `carried`, the last segment
+            of the chunk. None without segments: all tokens are added.
     """
     if chunk.segment is None or chunk.starts_segment is None:
         return state, state, None, None

@@ -34,16 +34,17 @@ SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
 
 
 class ChunkDecays(NamedTuple):
-    """Decays of a chunk as logarithms, and its scores, which the decays multiply.
+    """Log-decays of a chunk, and its scores, already multiplied by the decays.
 
     F is 1 for decays per head, and H for decays per channel.
 
     Attributes:
-        since: sums from the first token through each token: what the state before the
-            chunk has decayed by when the token reads it.
-        until: sums from the token after each token through the last: what a token has
-            decayed by in the state after the chunk.
-        through: sums over all tokens: the decay of the state by the whole chunk.
+        since: at token t, g₀ + … + g_t: the log-decay by which token t reads the state
+            before the chunk.
+        until: at token s, the sum of g after s, through the last token: the log-decay
+            of token s in the state after the chunk.
+        through: the sum of g over all tokens: the log-decay of the state before the
+            chunk in the state after it.
     """
 
     since: Float[Array, "#B K T F"]

@@ -11,8 +11,8 @@ over a mesh axis.
 
 A CPU runs one chunk after the other. On accelerators the length of a chunk is a
 multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 tokens of a
-row run in parallel there, and the next 4096 tokens follow. On a single GPU more chunks
-run in parallel: as many as have 2¹⁸ tokens, if each head of each example counts.
+row run in parallel there, and the next 4096 tokens follow. On a single GPU the limit is
+not 4096 tokens of a row, but tokens · examples · query heads ≤ 2¹⁸.
 
 A kernel may replace the chunks if the call has no state, returns none, and time is not
 split over devices (`kernels.dispatch`). Kernels have neither a forward-mode derivative
@@ -111,7 +111,8 @@ class InXla:
     def in_turn(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
         """Return the same rows by one chunk after the other, in the least memory.
 
-        It is for branches of kernels, whose memory counts even if they never run.
+        GPU kernels call it in a `jax.lax.cond` for rows that underflow. XLA reserves
+        the memory of that branch even if it never runs.
         """
         state = _start("", self.recurrence, parameters, None, tokens)
         state, span = vary_alike((state, layout(tokens)))

@@ -473,8 +473,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided; a row that underflowed has no meaning.
 
-    The gradient of `recompute_underflow` then needs no result of its branch, so that
-    the backward pass does not compute the branch of the forward pass again.
+    The gradient of a division needs the sums. Here these are sums of the fast function.
+    If the sums were divided after `recompute_underflow`, the backward pass would need
+    the results of its `jax.lax.cond`, and would run that of the forward pass again.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

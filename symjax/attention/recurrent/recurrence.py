@@ -16,13 +16,13 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     before = []
     for effect in effects:
         before.append(state)
-        # The state before the first span has no transition. `merge` needs some value
-        # of this type, and the transition that it makes of it is not used.
+        # `merge` takes pairs, but `state` has no transition. effect[1] takes its
+        # place; any transition would do, since the merged one is not used.
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
-Decoding one token (`engine.attend_step`) runs `prepare` and `advance` on a span of one
-token. `empty` is traced to check the shapes of the given state. The engine then calls
+To decode one token, the engine (`engine.attend_step`) calls `prepare` and `advance` on
+a span of one token. It traces `empty` to check the shapes of the given state. It calls
 neither `effect` nor `merge` nor `schedule`, and no kernel.
 
 Axes: B examples, T tokens, K key heads, G query heads per key head, H channels of a
@@ -47,7 +47,7 @@ class ChunkwiseForm(Protocol):
     """
 
     def prepare(self, parameters: Any, span: Span, /) -> Any:
-        """Compute what `advance` and `effect` need and what depends on no state.
+        """Compute the part of `advance` and `effect` that depends on no state.
 
         Args:
             parameters: arrays that all tokens share, or None.
@@ -66,7 +66,7 @@ class ChunkwiseForm(Protocol):
         ...
 
     def effect(self, prepared: Any, /) -> tuple[Any, Any]:
-        """Return the effect (state, transition) of a span without its rows.
+        """Return the effect (state, transition) of a span.
 
         The span is one segment: the engine hides the tokens of earlier segments before
         it calls `prepare` for an effect.
@@ -87,12 +87,12 @@ class Schedule(NamedTuple):
     """Execution of chunks on accelerators. CPUs always run one after the other.
 
     Attributes:
-        parallel_chunks: chunks run in parallel, as one product. It pays unless a chunk
-            needs much more memory than its tokens.
-        on_one_gpu_only: only a single GPU runs chunks in parallel, as more examples.
-            Other accelerators would need `jax.vmap`, under which both sides of a branch
-            on data run. Set it if `advance` branches on its data, or if `effect` costs
-            as much as `advance`.
+        parallel_chunks: run chunks in parallel, as one product. This is faster unless a
+            chunk needs much more memory than its tokens.
+        on_one_gpu_only: run chunks in parallel on a single GPU alone, where they become
+            further examples of the batch. Other accelerators would run them by
+            `jax.vmap`, which runs both sides of a branch that depends on data. Set it
+            if `advance` has such a branch, or if `effect` costs as much as `advance`.
     """
 
     parallel_chunks: bool = True
@@ -112,7 +112,7 @@ class Recurrence(ChunkwiseForm, Protocol):
 
         Args:
             sizes: B, K, H, V.
-            dtype: that of the sums; a state may use a wider one.
+            dtype: dtype of the sums; a state may use a wider one.
         """
         ...
 

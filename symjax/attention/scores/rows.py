@@ -91,8 +91,9 @@ def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
 
     - Products of 192 rows are faster on a CPU than those of 128; but in a window on
       both sides, more rows see more keys.
-    - With few keys, two causal blocks are a program that compiles in a third of the
-      time of one with eight. They compute 3/4 of the pairs instead of 9/16.
+    - With few keys, causal rows make at most two blocks. A program of two blocks
+      compiles in a third of the time of a program of eight. Two blocks compute 3/4 of
+      the pairs, eight 9/16.
     """
     time, window = operands.query.shape[2], operands.visibility.window
     about = settings.block_rows

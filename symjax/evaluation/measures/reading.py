@@ -46,7 +46,7 @@ from symjax.models.build import Model
 WINDOWS = 4  # held-out windows that are read, unless --batches says fewer
 IMAGES = 32  # the same for images, which have few tokens
 CANDIDATES = 8  # windows drawn for each one read, to find some within one document
-LONGEST = 512  # tokens of a window: every head has a map of the square of this size
+LONGEST = 512  # most tokens of a window; each head then has a map [512 512]
 PAIRED = ("scores", "products", "branches", "map")  # fields of `Layer` [... T T]
 
 # Token ids of a row, negative at padding; or an image.

@@ -42,10 +42,11 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
 def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of the delta rule.
 
-    A key head costs as much as one more query head: it reads the state, and its pairs
-    and the solve cost what the pairs and the values of a query cost. The formula also
-    counts a write to the state by that query, which does not exist (2 H V), and omits
-    the inverse of a chunk of C tokens for the solve (2 C²/3).
+    The formula counts a key head as one more query head. The key reads the state as a
+    query does (2 H V). Its pairs and the triangular solve cost as much as the pairs and
+    the values of a query. Two terms are wrong: the added query head does not write to
+    the state, but 2 H V are counted for it, and the inverse of a chunk of C tokens for
+    the solve, 2 C²/3, is left out.
     """
     sizes = mixer.sizes
     reading = recurrence_flops(mixer, sizes.head_size, length)

@@ -3,7 +3,8 @@
 A family of mechanisms with weights of its own has a file here with a `Part`, and each
 of its mechanisms a line in `PARTS` (`symjax.layers.parts.table`). The layer, its
 decoding state, conversion, cost, sharding and evaluation read these declarations
-instead of asking for a mechanism by name (conversion asks for flash in one place).
+instead of asking for a mechanism by name. Two functions do ask for a name:
+`models.convert.changes`, and `training.transfer.teacher_of`.
 """
 
 from collections.abc import Callable

@@ -76,7 +76,28 @@ class Panels(NamedTuple):
     signed: bool = False
 
 
-Figure = Lines | Grid | Panels
+class Estimate(NamedTuple):
+    """A mean of several numbers, and its interval if it has one."""
+
+    points: Sequence[float]
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Dots(NamedTuple):
+    """Numbers that are compared with 0, a row for each label, drawn by their means.
+
+    A row has a small dot for each point, a large one for the mean, and its interval.
+    """
+
+    name: str
+    x_label: str
+    rows: Mapping[str, Estimate]
+    title: str = ""
+
+
+Figure = Lines | Grid | Panels | Dots
 
 
 def check_figures() -> None:
@@ -105,6 +126,8 @@ def png(figure: Figure, *, dpi: int = DPI) -> bytes:
     drawing = Drawing(figsize=_size(figure), layout="constrained")
     if isinstance(figure, Lines):
         _draw_lines(drawing.subplots(), figure)
+    elif isinstance(figure, Dots):
+        _draw_dots(drawing.subplots(), figure)
     else:
         _draw_grids(drawing, figure.grids, signed=figure.signed)
         drawing.suptitle(figure.title)
@@ -133,10 +156,12 @@ def smoothed(
     return ((near @ np.nan_to_num(values)) / near.sum(axis=1)).tolist()
 
 
-def _size(figure: Lines | Panels) -> tuple[float, float]:
+def _size(figure: Lines | Panels | Dots) -> tuple[float, float]:
     """Return the width and height of a figure in inches."""
     if isinstance(figure, Lines):
         return 6.4, 4.2
+    if isinstance(figure, Dots):
+        return 6.4, max(3.0, 1.4 + 0.26 * len(figure.rows))
     wide, high = (8.0, 7.0) if len(figure.grids[0].rows) > MANY else (6.4, 4.2)
     return wide * (1 + 0.6 * (len(figure.grids) - 1)), high
 
@@ -170,6 +195,20 @@ def _draw_lines(axes: Any, figure: Lines) -> None:
     if figure.log_y:
         axes.set_yscale("log")
     axes.legend()
+    axes.grid(alpha=0.3)
+
+
+def _draw_dots(axes: Any, figure: Dots) -> None:
+    rows = sorted(figure.rows.items(), key=lambda row: row[1].mean, reverse=True)
+    axes.set(title=figure.title or figure.name, xlabel=figure.x_label)
+    axes.axvline(0, color="black", linewidth=0.8)
+    for place, (_, (points, mean, low, high)) in enumerate(rows):
+        if low is not None and high is not None:
+            axes.plot([low, high], [place, place], color="C0", linewidth=1.2)
+        axes.plot(mean, place, "o", color="C0", markersize=7)
+        axes.plot(points, [place] * len(points), ".", color="black", markersize=4)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_ylim(-0.7, len(rows) - 0.3)
     axes.grid(alpha=0.3)
 
 

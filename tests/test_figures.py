@@ -7,7 +7,7 @@ import pytest
 from matplotlib import colormaps
 from PIL import Image
 
-from symjax.figures import Grid, Lines, Panels, png, smoothed
+from symjax.figures import Dots, Estimate, Grid, Lines, Panels, png, smoothed
 
 
 def shows(figure, name, *shares):
@@ -61,6 +61,7 @@ LONG = "Random features against exact softmax, the model's own queries and keys,
         Lines("lines", LONG, LONG, {"a": ([1, 2], [1.0, 2.0])}, title=LONG),
         grid(1.0, 2.0, title=LONG)._replace(x_label=LONG, y_label=LONG),
         Panels("both", LONG, (grid(1.0, 2.0, title=LONG), grid(0.5, 0.25))),
+        Dots("dots", LONG, {"a": Estimate([1.0, 2.0], 1.5, 0.5, 2.5)}, LONG),
     ],
     ids=lambda figure: type(figure).__name__,
 )
@@ -96,6 +97,24 @@ def test_whole_numbers_are_the_ticks_of_a_single_point(monkeypatch):
     png(Lines("rank", "layer", "y", {"a": ([0], [1.0])}))
     [axes] = drawn[0].axes
     assert [n for n in axes.get_xticks() if abs(n) < 1] == [0]
+
+
+def test_rows_of_dots_are_sorted_by_their_means_and_have_intervals(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self)
+    )
+    rows = {
+        "best": Estimate([-1.0, -3.0], -2.0, -4.0, 0.5),
+        "worst": Estimate([2.0], 2.0),
+        "middle": Estimate([0.0, 1.0], 0.5, -1.0, 2.5),
+    }
+    png(Dots("differences", "x", rows))
+    [axes] = drawn[0].axes
+    labels = [x.get_text() for x in axes.get_yticklabels()]
+    assert labels == ["worst", "middle", "best"]  # from below
+    dots = [tuple(x.get_xdata()) for x in axes.get_lines() if len(x.get_xdata()) == 2]
+    assert (-4.0, 0.5) in dots and (-1.0, 2.5) in dots and (-1.0, -3.0) in dots
 
 
 def test_the_same_figure_is_the_same_bytes_and_a_title_changes_them():

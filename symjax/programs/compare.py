@@ -15,8 +15,8 @@ python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 given twice. Complete runs are not trained again, so the same command continues after an
 interruption. All configurations of a seed are trained before those of the next seed,
 and each run is measured and printed when it is complete. At the end compare.md,
-compare.csv, compare.json, differences.csv, tasks.csv, lambda.csv and PNG curves are
-written to --out.
+compare.csv, compare.json, differences.csv, tasks.csv, lambda.csv and two PNG figures
+are written to --out.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
 only in their seed make one row.

@@ -63,7 +63,8 @@ def test_two_configurations_over_two_seeds_make_a_table(tmp_path, capsys):
     lines = (out / "compare.md").read_text().splitlines()
     assert any(line.startswith("| gpt-tiny | 2 |") for line in lines)
     assert any(line.startswith("| diff-tiny | 0 | ") for line in lines)
-    assert (out / "heldout.png").read_bytes().startswith(b"\x89PNG")
+    for figure in ("heldout", "differences"):
+        assert (out / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
     check_table_and_curves_agree(out, rows, 1)
     check_runs_that_exist(out, rows, capsys)
     before = {p: p.stat().st_mtime_ns for p in out.glob("*-seed*/**/*")}
@@ -266,7 +267,9 @@ def test_table_figure_and_json_name_the_batches_the_unit_and_the_spread():
     assert "held-out losses on 10 of 267 held-out batches" in found.text[0]
     assert "standard deviation over seeds, by n − 1" in found.text[1]
     assert found.tables[0].columns[3:5] == ["held-out (nats/byte)", "std over seeds"]
-    [figure] = found.figures
+    figure, dots = found.figures
+    assert dots.x_label == "held-out loss − that of a, nats/byte"
+    assert dots.rows == {"b": ((0.0,), 0.0, None, None)}
     assert figure.y_label == "nats/byte, on 10 of 267 held-out batches"
     assert "band of one standard deviation" in figure.title
     root = 2.0**0.5

@@ -27,13 +27,13 @@ class Difference(NamedTuple):
 
     Attributes:
         low, high: ends of the interval; None with fewer than two seeds.
-        seeds: number of seeds.
+        by_seed: the differences.
     """
 
     mean: float
     low: float | None
     high: float | None
-    seeds: int
+    by_seed: tuple[float, ...]
 
 
 def paired_difference(
@@ -44,16 +44,16 @@ def paired_difference(
     Args:
         values, reference: a number by seed; None if it is unknown.
     """
-    differences = [
+    differences = tuple(
         value - other
         for seed, value in values.items()
         if value is not None and (other := reference.get(seed)) is not None
-    ]
+    )
     if not differences:
         return None
     mean, count = statistics.mean(differences), len(differences)
     if count < 2:
-        return Difference(mean, None, None, count)
+        return Difference(mean, None, None, differences)
     quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
     half = quantile * statistics.stdev(differences) / math.sqrt(count)
-    return Difference(mean, mean - half, mean + half, count)
+    return Difference(mean, mean - half, mean + half, differences)

@@ -2,14 +2,14 @@
 
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from symjax.evaluation.results import Cell, Result, Table, table
-from symjax.figures import Band, Curve, Lines
+from symjax.figures import Band, Curve, Dots, Estimate, Lines
 from symjax.programs.comparison.matched import Match
 from symjax.programs.comparison.measured import Evaluated
-from symjax.programs.comparison.paired import CONFIDENCE, paired_difference
+from symjax.programs.comparison.paired import CONFIDENCE, Difference, paired_difference
 from symjax.programs.comparison.tuned import PARTS, Choice
 
 DIVISOR = "by n − 1"  # of standard deviations, for texts
@@ -64,7 +64,9 @@ def compare(runs: dict[str, list[Evaluated]], fairness: Fairness) -> Result:
         curves[name], band = _curve(seeds)
         if band is not None:
             bands[name] = band
-    differences = _differences(runs, fairness.baseline, f"held-out ({unit})")
+    loss = f"held-out ({unit})"
+    paired = [*_differences(runs, fairness.baseline, loss)]
+    differences = [_record(*difference) for difference in paired]
     measured = _task_records(runs)
     tables = [table("compare", list(rows[0]), rows)]
     if differences:
@@ -92,8 +94,12 @@ def compare(runs: dict[str, list[Evaluated]], fairness: Fairness) -> Result:
         },
     }
     text = _lines(runs, fairness, unit, where)
-    figure = _figure(curves, bands, f"{unit}, on {where}")
-    return Result({"compare": values}, text, tuple(tables), (figure,))
+    drawn: tuple[Lines | Dots, ...] = (_figure(curves, bands, f"{unit}, on {where}"),)
+    if differences:
+        label = f"held-out loss − that of {fairness.baseline}, {unit}"
+        by_name = {name: found for name, measure, found in paired if measure == loss}
+        drawn += (_difference_figure(by_name, label),)
+    return Result({"compare": values}, text, tuple(tables), drawn)
 
 
 def _lines(
@@ -126,8 +132,8 @@ def _lines(
 
 def _differences(
     runs: dict[str, list[Evaluated]], baseline: str, loss: str
-) -> list[dict[str, Any]]:
-    """Return a record for each measure of each configuration but the baseline.
+) -> Iterator[tuple[str, str, Difference]]:
+    """Yield configuration, measure and difference of all measures but the baseline's.
 
     A measure that the configuration or the baseline does not have is left out.
     """
@@ -136,7 +142,6 @@ def _differences(
         for name, seeds in runs.items()
     }
     labels = _labels(run.measures(loss) for seeds in runs.values() for run in seeds)
-    rows = []
     for name, label in itertools.product(runs, labels):
         if name == baseline:
             continue
@@ -145,10 +150,26 @@ def _differences(
             for x in (name, baseline)
         )
         if found := paired_difference(values, reference):
-            row = {"configuration": name, "measure": label, "difference": found.mean}
-            ends = {f"{PERCENT} from": found.low, f"{PERCENT} to": found.high}
-            rows.append(row | ends | {"seeds": found.seeds})
-    return rows
+            yield name, label, found
+
+
+def _record(name: str, label: str, found: Difference) -> dict[str, Any]:
+    """Return a row of the table of differences."""
+    row = {"configuration": name, "measure": label, "difference": found.mean}
+    ends = {f"{PERCENT} from": found.low, f"{PERCENT} to": found.high}
+    return row | ends | {"seeds": len(found.by_seed)}
+
+
+def _difference_figure(differences: dict[str, Difference], label: str) -> Dots:
+    """Return the figure of the differences in held-out loss."""
+    rows = {
+        name: Estimate(found.by_seed, found.mean, found.low, found.high)
+        for name, found in differences.items()
+    }
+    title = "Held-out loss: by seed, their mean"
+    if any(found.low is not None for found in differences.values()):
+        title += f", and its {PERCENT} interval"
+    return Dots("differences", label, rows, title)
 
 
 def _task_records(runs: dict[str, list[Evaluated]]) -> list[dict[str, Any]]:

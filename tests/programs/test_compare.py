@@ -269,7 +269,7 @@ def test_table_figure_and_json_name_the_batches_the_unit_and_the_spread():
     assert found.tables[0].columns[3:5] == ["held-out (nats/byte)", "std over seeds"]
     figure, dots = found.figures
     assert dots.x_label == "held-out loss − that of a, nats/byte"
-    assert dots.rows == {"b": ((0.0,), 0.0, None, None)}
+    assert dots.rows == {"b": ((-2.0,), -2.0, None, None)}
     assert figure.y_label == "nats/byte, on 10 of 267 held-out batches"
     assert "band of one standard deviation" in figure.title
     root = 2.0**0.5

@@ -19,7 +19,8 @@ from symjax.attention.core.arguments import state_sizes
 from symjax.attention.features import UNIT
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
-from symjax.attention.recurrent.normalised import LinearState, Normalised
+from symjax.attention.recurrent.linear_state import LinearState
+from symjax.attention.recurrent.normalised import Normalised
 
 RECURRENCE = Normalised(UNIT)
 

@@ -27,7 +27,8 @@ from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.features import IDENTITY, PLAIN
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
-from symjax.attention.recurrent.normalised import LinearState, Normalised
+from symjax.attention.recurrent.linear_state import LinearState
+from symjax.attention.recurrent.normalised import Normalised
 
 FeatureFunction = Callable[[Array], Array]
 

@@ -32,7 +32,8 @@ from symjax.attention.favor import WITH_STATISTICS, Statistics, adapted
 from symjax.attention.random_features import RANDOM_FEATURES, default_projection
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
-from symjax.attention.recurrent.normalised import LinearState, Normalised
+from symjax.attention.recurrent.linear_state import LinearState
+from symjax.attention.recurrent.normalised import Normalised
 
 
 def performer(

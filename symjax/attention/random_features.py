@@ -5,7 +5,7 @@ exp(scale q·k): the expected value of φ(q)·φ(k) is this number times a const
 positive features, which cancels in the division by the denominator. `RANDOM_FEATURES`
 maps names to feature maps, whose parameters are `RandomFeatures`. Features hold
 exponentials. `LogFeatures` keeps their exponents apart, and
-`symjax.attention.recurrent.normalised` subtracts a running maximum from them, so that
+`symjax.attention.recurrent.linear_state` subtracts a running maximum from them, so that
 no exponential overflows.
 """
 

@@ -20,7 +20,7 @@ from symjax.attention.performer import (
     performer_step,
 )
 from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
-from symjax.attention.recurrent.normalised import Arithmetic, query_state, update
+from symjax.attention.recurrent.linear_state import Arithmetic, query_state, update
 
 FORMS = performer, performer_causal, performer_step, performer_state
 ROWS = np.asarray(orthogonal_projection(jax.random.key(7), 11, laws.H))

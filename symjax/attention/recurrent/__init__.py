@@ -7,6 +7,7 @@ engine.py         causal form and one-token step of every recurrence
 chunks.py         tokens laid out in spans and chunks, hidden tokens and segments
 schedule.py       chunks in turn, in parallel, and on time split over devices
 normalised.py     linear attention with a denominator: linear, cosine, Performer
+linear_state.py   the sums of linear attention, and rows read from them
 cancellation.py   rows read from a state whose features cancel
 bidirectional.py  linear attention of encoders: queries see all keys
 decays.py         products of decays inside a chunk: decay_causal and the delta rule

@@ -28,14 +28,13 @@ from symjax.attention.recurrent.chunks import (
     scan,
     time_first,
 )
-from symjax.attention.recurrent.normalised import (
-    FeatureChunk,
+from symjax.attention.recurrent.linear_state import (
     LinearState,
-    Normalised,
     RowSums,
     divide,
     query_state,
 )
+from symjax.attention.recurrent.normalised import FeatureChunk, Normalised
 
 
 def attend(

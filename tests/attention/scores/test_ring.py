@@ -14,7 +14,7 @@ from laws import close
 from symjax import attention
 from symjax.attention.core.sequence import state_before
 from symjax.attention.gated_linear import Decayed, DecayState
-from symjax.attention.recurrent.normalised import LinearState, merge
+from symjax.attention.recurrent.linear_state import LinearState, merge
 from symjax.attention.scores import rows
 
 B, T, N, K, H, V, M = 2, 24, 4, 2, 3, 5, 6

@@ -1,0 +1,230 @@
+"""Sums over the keys of linear attention, and rows read from them.
+
+`LinearState` holds the sums over the keys of one sequence so far. `update` adds keys,
+`merge` adds two states, and `query_state` reads rows. `divide` turns `RowSums`, the
+numerators and denominators of rows, into rows of output.
+
+Exponents. Features φ = exp(exponent) can leave the range of float32, although the ratio
+of numerator and denominator does not:
+
+- The state is divided by exp(running_max). For each feature running_max is the largest
+  exponent of a key so far. When a larger key comes, the state is rescaled.
+- A row is divided by exp(shift). The shift is the largest value, over the features, of
+  the query's exponent + running_max.
+- So every factor is at most 1. If amplitudes are 1 and the row sees the key that set
+  running_max of that feature, this key adds exp(0) = 1 to the denominator, so that no ε
+  is needed. Both divisors cancel in the ratio, and are constants to the gradient.
+
+Cancellation. Features that change sign lose digits if their products cancel. A state of
+such features is read around the mean of its values (`cancellation.py`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from symjax.attention.core.feature_maps import LogFeatures, finite, row_shift
+from symjax.attention.core.products import einsum
+from symjax.attention.core.selection import where
+from symjax.attention.recurrent.cancellation import read_around_mean
+
+
+class LinearState(NamedTuple):
+    """State of linear attention: sums over the keys that were read, float32 at least.
+
+    Attributes:
+        sums: Σ φ(k) vᵀ exp(−running_max).
+        total: Σ φ(k) exp(−running_max).
+        running_max: the largest exponent of these keys, for each feature, or one for
+            all features if they share their exponent. None for features without an
+            exponent; then the factor exp(−running_max) is 1.
+    """
+
+    sums: Float[Array, "B K M V"]
+    total: Float[Array, "B K M"]
+    running_max: Float[Array, "B K M"] | Float[Array, "B K 1"] | None = None
+
+
+class RowSums(NamedTuple):
+    """Numerators and denominators of output rows, both divided by exp(shift).
+
+    Rows of a chunk have heads before time, as here. `time_first` makes them
+    [B T K G …].
+    """
+
+    numerator: Float[Array, "B K G T V"]
+    denominator: Float[Array, "B K G T"]
+    size: Float[Array, "B K G T"]  # Σ |terms of the denominator|
+    shift: Float[Array, "B K G T"]
+
+
+class Arithmetic(NamedTuple):
+    """Settings of the products and sums of features.
+
+    Attributes:
+        product: an einsum, more precise if terms may cancel.
+        signed: whether terms may cancel. `RowSums.size` then differs from the
+            denominator.
+        nonnegative: number of leading key features that are never negative. 0 if the
+            state is not read around the mean of its values.
+    """
+
+    product: Callable[..., Array]
+    signed: bool
+    nonnegative: int
+
+
+def empty_like(state: LinearState) -> LinearState:
+    """Return the empty state with the shapes of `state`."""
+    highest = state.running_max
+    if highest is not None:
+        highest = jnp.full_like(highest, -jnp.inf)
+    sums, total = (jnp.zeros_like(x) for x in state[:2])
+    return LinearState(sums, total, highest)
+
+
+def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | None:
+    """Return the running maximum after these keys.
+
+    It is [B K M], [B K 1] if features share their exponent, or None without exponents.
+    """
+    if key.exponent is None:
+        return None
+    highest = key.exponent.max(axis=-2, initial=-jnp.inf)
+    if state is not None:
+        highest = jnp.maximum(cast(Array, state.running_max), highest)
+    return jax.lax.stop_gradient(highest)
+
+
+def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
+    """Return the weights by which rows read a state divided by exp(highest).
+
+    Returns:
+        Weights of at most 1 [B K G T M], and the shift [B K G T]: they were divided by
+        exp(shift).
+    """
+    if highest is None:
+        weights = query.weights()
+        return weights, jnp.zeros_like(weights[..., 0])
+    query = query.times_exp(highest[:, :, None, None])
+    shift = row_shift(query)
+    return query.times_exp(-shift).weights(), shift[..., 0]
+
+
+def key_weights(key: LogFeatures, highest: Array | None) -> Array:
+    """Return the features of keys, divided by exp(highest)."""
+    if highest is None:
+        return key.weights()
+    return key.times_exp(-finite(highest)[:, :, None]).weights()
+
+
+def rescale(state: LinearState, highest: Array | None) -> LinearState:
+    """Return the same state with a higher running maximum."""
+    if highest is None or state.running_max is None:
+        return state
+    decay = jnp.exp(state.running_max - finite(highest))
+    return LinearState(state.sums * decay[..., None], state.total * decay, highest)
+
+
+def update(
+    arithmetic: Arithmetic, state: LinearState | None, key: LogFeatures, value: Array
+) -> LinearState:
+    """Return the state after all these keys.
+
+    Args:
+        state: the state before them; None is the empty one.
+    """
+    highest = highest_exponent(state, key)
+    weights = key_weights(key, highest)
+    sums = arithmetic.product("bksm,bksv->bkmv", weights, value)
+    total = weights.sum(axis=-2)
+    if state is not None:
+        before = rescale(state, highest)
+        sums, total = before.sums + sums, before.total + total
+    return LinearState(sums, total, highest)
+
+
+def merge(one: LinearState, two: LinearState) -> LinearState:
+    """Return the state that has read the keys of both states, which must be disjoint.
+
+    With c = max(c₁, c₂) of the running maxima c, the sums become
+    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c); so do the totals. The operation is associative
+    and commutative. An empty state changes nothing.
+    """
+    highest = None
+    if one.running_max is not None and two.running_max is not None:
+        highest = jnp.maximum(one.running_max, two.running_max)
+    one, two = rescale(one, highest), rescale(two, highest)
+    return LinearState(one.sums + two.sums, one.total + two.total, highest)
+
+
+def query_state(
+    arithmetic: Arithmetic, state: LinearState, query: LogFeatures
+) -> RowSums:
+    """Return the sums of rows that see the state and no other keys."""
+    row, shift = row_weights(query, state.running_max)
+    return sums_from_weights(arithmetic, state, row, shift)
+
+
+def sums_from_weights(
+    arithmetic: Arithmetic,
+    state: LinearState,
+    row: Float[Array, "B K G T M"],
+    shift: Float[Array, "B K G T"],
+    scores: Float[Array, "B K G T S"] | None = None,
+    value: Float[Array, "B K S V"] | None = None,
+) -> RowSums:
+    """Return the sums of rows from their weights.
+
+    Args:
+        row: weights of the features of the state, divided by exp(shift).
+        scores: weights of keys that the state does not have; None: there are none.
+        value: the values of these keys.
+    """
+    denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
+    size = denominator
+    if arithmetic.signed:
+        size = arithmetic.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
+    if arithmetic.nonnegative:
+        numerator, denominator = read_around_mean(
+            arithmetic.product,
+            arithmetic.nonnegative,
+            *state[:2],
+            row,
+            denominator,
+            size,
+        )
+        size = denominator
+    else:
+        numerator = arithmetic.product("bkgtm,bkmv->bkgtv", row, state.sums)
+    if scores is not None:
+        numerator = numerator + arithmetic.product("bkgts,bksv->bkgtv", scores, value)
+        denominator = denominator + scores.sum(axis=-1)
+        if arithmetic.signed and not arithmetic.nonnegative:
+            size = size + _size(scores).sum(axis=-1)
+        else:  # no pair has a negative weight
+            size = denominator
+    return RowSums(numerator, denominator, jax.lax.stop_gradient(size), shift)
+
+
+def _size(x: Array) -> Array:
+    """Return |x|, a constant to the gradient."""
+    return jnp.abs(jax.lax.stop_gradient(x))
+
+
+def divide(rows: RowSums) -> Float[Array, "*rows V"]:
+    """Return numerator / denominator, and 0 if the denominator is only rounding error.
+
+    The gradient of a plain quotient contains 1 / denominator², and the square leaves
+    float32 for denominators that are within its range. Numerator and denominator are
+    therefore first divided by the denominator as a constant.
+    """
+    tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
+    constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
+    nonzero = jnp.abs(constant) > tolerance * size
+    scale = 1 / where(nonzero, constant, jnp.inf)
+    ones = where(nonzero, rows.denominator * scale, 1)
+    return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)

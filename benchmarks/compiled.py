@@ -37,7 +37,6 @@ import jax
 jax.config.update("jax_platforms", "cpu")  # only tracing runs here
 
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 from arguments import output  # noqa: E402
 from device_peers import Rival, ours  # noqa: E402
 
@@ -166,7 +165,7 @@ def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
         for backward in (False, True):
             kind = "forward + backward" if backward else "forward"
             start = time.perf_counter()
-            compiled = compile_for(target.devices[0], rival, backward)
+            compiled = compile_for(target, rival, backward)
             row |= {f"{kind}: {x}": y for x, y in figures(compiled, target.chip)}
             row[f"{kind}: compiler, s"] = time.perf_counter() - start
         yield name, row
@@ -196,22 +195,23 @@ def rivals(size: int) -> dict[str, Rival]:
     return found
 
 
-def compile_for(device: Any, rival: Rival, backward: bool) -> jax.stages.Compiled:
+def compile_for(
+    target: targets.Target, rival: Rival, backward: bool
+) -> jax.stages.Compiled:
     """Compile the function, with `backward` together with all its gradients."""
 
     def output_and_gradients(cotangent, *arrays):
         output, pull = jax.vjp(rival.attend, *arrays)
         return output, pull(cotangent)
 
-    mesh = jax.sharding.Mesh(np.array([device]), ("chip",))
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    place = target.one_device()
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
         for shape in rival.shapes
     ]
     output = jax.eval_shape(rival.attend, *arrays)
     cotangent = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=place)
-    with jax.set_mesh(mesh):  # it selects the platform that attention is traced for
+    with jax.set_mesh(place.mesh):
         if backward:
             return jax.jit(output_and_gradients).lower(cotangent, *arrays).compile()
         return jax.jit(rival.attend).lower(*arrays).compile()

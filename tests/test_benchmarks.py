@@ -16,6 +16,7 @@ import pytest
 from runs import ROOT, write_text
 
 from symjax import attention
+from symjax.estimate import targets
 
 
 @pytest.fixture(autouse=True)
@@ -486,6 +487,32 @@ def test_what_is_wrong_is_named_before_anything_compiles(
     with pytest.raises(SystemExit, match="2"):
         compiled.main(words.format(folder=tmp_path).split())
     assert named in capsys.readouterr().err
+
+
+def test_first_calls_for_an_unknown_machine_are_refused(capsys):
+    import first_call
+
+    with pytest.raises(SystemExit, match="2"):
+        first_call.main(["--target", "h200-3"])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "'h200-3' is unknown" in line and "h200-N" in line
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the wheel libtpu"
+)
+def test_a_first_call_for_a_tpu_has_the_kernels_of_a_tpu(capsys):
+    import first_call
+
+    place = targets.find("v5e-4").one_device()
+    with jax.set_mesh(place.mesh):
+        graded, arrays = first_call.gradient("decay", place)
+        program = graded.lower(*arrays).as_text()
+    assert "tpu_custom_call" in program
+    first_call.main(["--target", "v5e-4", "--lines", "--only", "decay"])
+    machine, counted = capsys.readouterr().out.splitlines()
+    assert machine.endswith(", v5e-4")
+    assert counted.split() == ["decay", str(program.count("\n"))]
 
 
 def test_products_as_on_a_gpu_are_rounded_also_after_those_of_a_cpu():

@@ -8,7 +8,9 @@ import math
 import os
 from typing import NamedTuple
 
+import numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax.models.chips import CHIPS, Chip
 
@@ -50,6 +52,15 @@ class Target(NamedTuple):
     name: str
     chip: Chip
     devices: list
+
+    def one_device(self) -> NamedSharding:
+        """Return the sharding of arrays on the first device alone.
+
+        Trace with its mesh in context (`jax.set_mesh`), so that attention is traced for
+        the platform of the target.
+        """
+        mesh = Mesh(np.array(self.devices[:1]), ("device",))
+        return NamedSharding(mesh, PartitionSpec())
 
 
 def find(name: str) -> Target:

@@ -166,9 +166,9 @@ def _difference_figure(differences: dict[str, Difference], label: str) -> Dots:
         name: Estimate(found.by_seed, found.mean, found.low, found.high)
         for name, found in differences.items()
     }
-    title = "Held-out loss: by seed, their mean"
+    title = "Held-out loss: seeds, their mean"
     if any(found.low is not None for found in differences.values()):
-        title += f", and its {PERCENT} interval"
+        title += f", its {PERCENT} interval"
     return Dots("differences", label, rows, title)
 
 

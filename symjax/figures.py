@@ -76,7 +76,7 @@ class Panels(NamedTuple):
     signed: bool = False
 
 
-class Estimate(NamedTuple):
+class Spread(NamedTuple):
     """A mean of several numbers, and its interval if it has one."""
 
     points: Sequence[float]
@@ -93,7 +93,7 @@ class Dots(NamedTuple):
 
     name: str
     x_label: str
-    rows: Mapping[str, Estimate]
+    rows: Mapping[str, Spread]
     title: str = ""
 
 

@@ -7,7 +7,7 @@ import pytest
 from matplotlib import colormaps
 from PIL import Image
 
-from symjax.figures import Dots, Estimate, Grid, Lines, Panels, png, smoothed
+from symjax.figures import Dots, Grid, Lines, Panels, Spread, png, smoothed
 
 
 def shows(figure, name, *shares):
@@ -61,7 +61,7 @@ LONG = "Random features against exact softmax, the model's own queries and keys,
         Lines("lines", LONG, LONG, {"a": ([1, 2], [1.0, 2.0])}, title=LONG),
         grid(1.0, 2.0, title=LONG)._replace(x_label=LONG, y_label=LONG),
         Panels("both", LONG, (grid(1.0, 2.0, title=LONG), grid(0.5, 0.25))),
-        Dots("dots", LONG, {"a": Estimate([1.0, 2.0], 1.5, 0.5, 2.5)}, LONG),
+        Dots("dots", LONG, {"a": Spread([1.0, 2.0], 1.5, 0.5, 2.5)}, LONG),
     ],
     ids=lambda figure: type(figure).__name__,
 )
@@ -105,9 +105,9 @@ def test_rows_of_dots_are_sorted_by_their_means_and_have_intervals(monkeypatch):
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: drawn.append(self)
     )
     rows = {
-        "best": Estimate([-1.0, -3.0], -2.0, -4.0, 0.5),
-        "worst": Estimate([2.0], 2.0),
-        "middle": Estimate([0.0, 1.0], 0.5, -1.0, 2.5),
+        "best": Spread([-1.0, -3.0], -2.0, -4.0, 0.5),
+        "worst": Spread([2.0], 2.0),
+        "middle": Spread([0.0, 1.0], 0.5, -1.0, 2.5),
     }
     png(Dots("differences", "x", rows))
     [axes] = drawn[0].axes

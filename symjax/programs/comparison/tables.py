@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from symjax.evaluation.results import Cell, Result, Table, table
-from symjax.figures import Band, Curve, Dots, Estimate, Lines
+from symjax.figures import Band, Curve, Dots, Lines, Spread
 from symjax.programs.comparison.matched import Match
 from symjax.programs.comparison.measured import Evaluated
 from symjax.programs.comparison.paired import CONFIDENCE, Difference, paired_difference
@@ -163,7 +163,7 @@ def _record(name: str, label: str, found: Difference) -> dict[str, Any]:
 def _difference_figure(differences: dict[str, Difference], label: str) -> Dots:
     """Return the figure of the differences in held-out loss."""
     rows = {
-        name: Estimate(found.by_seed, found.mean, found.low, found.high)
+        name: Spread(found.by_seed, found.mean, found.low, found.high)
         for name, found in differences.items()
     }
     title = "Held-out loss: seeds, their mean"

@@ -10,8 +10,8 @@ one seed are trained before those of the next. The comparison of a part is writt
 OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to the first
 model.
 
---text is the text of the task `text`. Other words --config.KEY=VALUE apply to every
-run, for instance --config.steps=100 for a trial; use another --out for them.
+--text is the text of the tasks `text` and `deep`. Other words --config.KEY=VALUE apply
+to every run, for instance --config.steps=100 for a trial; use another --out for them.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def main(words: list[str]) -> None:
     add("--seeds", type=numbers, default="0", help="with commas (%(default)s)")
     add("--together", type=positive, default=1, help="runs at a time (%(default)s)")
     add("--out", type=Path, default=Path("runs/answers"), help="(%(default)s)")
-    add("--text", type=existing, help="the text of the task `text`")
+    add("--text", type=existing, help="the text of the tasks `text` and `deep`")
     add("--models", help="only these models, with commas")
     chosen, rest = parser.parse_known_args(words)
     question, _, only = chosen.question.partition("/")
@@ -201,8 +201,8 @@ def answer(
     models = chosen.models.split(",") if chosen.models else part.models.split()
     if unknown := sorted(set(models) - set(MODELS)):
         raise ValueError(f"model {unknown[0]!r} is unknown: {', '.join(MODELS)}")
-    if task == "text" and chosen.text is None:
-        raise ValueError("the task `text` needs --text FILE")
+    if TEXT in TASKS[task].keys and chosen.text is None:
+        raise ValueError(f"the task `{task}` needs --text FILE")
     seeds = chosen.seeds.split(",")
     runs = {
         chosen.out / task / f"{model}-seed{seed}": words_of(task, model, chosen.text)
@@ -228,7 +228,7 @@ def words_of(task: str, model: str, text: Path | None) -> list[str]:
         for x in MODELS[model].split()
     ]
     keys = TASKS[task].keys.split() + keys
-    if text is not None and task == "text":
+    if TEXT in TASKS[task].keys:
         keys.append(f"data.path={text}")
     file = ROOT / "configs" / TASKS[task].config
     return ["--config", str(file), *(f"--config.{x}" for x in keys)]

@@ -552,7 +552,10 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
     for parts in answers.QUESTIONS.values():
         for task, part in parts.items():
             for model in part.models.split():
-                parse([*answers.words_of(task, model, text), *workdir])
+                words = answers.words_of(task, model, text)
+                parse([*words, *workdir])
+                named = any(x.startswith("--config.data.path=") for x in words)
+                assert named == ("--config.data.source=text" in words)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +565,8 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
         (["symmetry/sets"], "symmetry/sets is unknown"),
         (["symmetry", "--seed", "0"], "--seed is unknown"),
         (["symmetry/mqar", "--models", "soft"], "model 'soft' is unknown"),
-        (["symmetry/text"], "needs --text FILE"),
+        (["symmetry/text"], "task `text` needs --text FILE"),
+        (["linear/deep"], "task `deep` needs --text FILE"),
     ],
 )
 def test_wrong_words_of_the_answers_are_refused(words, message, capsys):

@@ -13,7 +13,7 @@ import pytest
 from datasets.arrow_writer import ArrowWriter
 
 from symjax import config
-from symjax.data.sources import columns, hub, labelled_sources
+from symjax.data.sources import builders, hub, json_tables, labelled_sources
 
 TEXTS = ["one two\nthree", "NA", "é\u2028 nul\0l", "null", "[3]", "17"] * 3
 
@@ -135,12 +135,12 @@ def test_typed_files_may_differ_in_other_columns(tmp_path, ending, read):
 def test_what_is_prepared_offline_is_found_by_its_columns(kind):
     """`datasets` finds prepared data by the options it was prepared with."""
     one, other = ({"column": name} for name in ("text", "body"))
-    options = columns.builder_options(kind, one)
+    options = builders.builder_options(kind, one)
     made = datasets.load_dataset_builder(
         kind, data_files={"train": [__file__]}, **options
     )
     assert "features" not in options and made.config_kwargs.items() >= options.items()
-    assert (options != columns.builder_options(kind, other)) == (kind != "text")
+    assert (options != builders.builder_options(kind, other)) == (kind != "text")
 
 
 @READERS
@@ -328,7 +328,7 @@ def test_an_unknown_column_is_named_with_those_there_are(tmp_path, ending, read)
 
 @READERS
 def test_a_key_may_begin_after_many_rows_of_json(tmp_path, read, capsys):
-    without = [{"n": 1}] * (2 * columns.ROWS_PER_TABLE + 1)
+    without = [{"n": 1}] * (2 * json_tables.ROWS_PER_TABLE + 1)
     write(tmp_path, a_jsonl=lines(*without, *ROWS), b_jsonl=lines(*without))
     assert sorted(read(wanted(tmp_path))) == sorted(x for x in TEXTS if x)
     if read is packed:

@@ -11,7 +11,10 @@
 `hub.py` rests on these files:
 
     opening.py          opens a data set, and turns errors into one line
-    columns.py          reads the asked columns alone, and names a damaged file
+    builders.py         reads the asked columns alone, and names a damaged file
+    columns.py          the asked columns, and errors about unknown ones
+    csv_tables.py       tables of these columns of CSV files
+    json_tables.py      tables of these columns of JSON files
     formats.py          formats by the endings of files, and folders that mix them
     saved_datasets.py   folders that `Dataset.save_to_disk` wrote
     json_rows.py        rows of JSON files

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from symjax import config
-from symjax.data.sources.columns import Columns, builder_options, restrict_columns
+from symjax.data.sources.builders import builder_options, restrict_columns
+from symjax.data.sources.columns import Columns
 from symjax.data.sources.errors import causes, is_connection_error
 from symjax.data.sources.formats import (
     UnusableData,

@@ -81,11 +81,13 @@ def differential(
     attend: Callable = softmax,
     **options,
 ):
-    """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the branches of a head.
+    """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
-    Sub-heads are in (head, branch) order: sub-head 2n is branch 1 of head n, 2n+1 is
-    branch 2. With grouped key/value heads, branch b of head n uses key branch b of its
-    group. The norm over each head and the factor 1 − λ_init belong to the layer.
+    The 2N heads of query are in (head, branch) order: head n of the output has query
+    head 2n as branch 1, and 2n+1 as branch 2. The 2K heads of key are ordered alike.
+    With grouped heads, K < N, branch 1 of a head uses branch 1 of its key head, and
+    branch 2 uses branch 2. The norm over each head and the factor 1 − λ_init belong to
+    the layer.
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ.
@@ -98,13 +100,13 @@ def differential(
     If K ≤ N/r, m is K, so the keys are [B S 2K H] as with r = 1. If K = N, each query
     head has its own key.
 
-    Without a kernel, a score mechanism subtracts the two maps block by block and
-    multiplies the values once. That takes 1.1–1.4 times as long as softmax with the
-    same number of parameters (N heads of twice the size). A noise map is computed once
-    for its group. Kernels subtract the two outputs. All other mechanisms run once with
-    twice the heads, and the two outputs are subtracted; a recurrence then has a state
-    per branch. Kernels and these mechanisms repeat a noise head for each signal head of
-    its group, at the cost of r = 1.
+    Without a kernel, a score mechanism subtracts the two maps block by block, and
+    multiplies the difference by the values once. It computes each noise map once. It
+    takes 1.1–1.4 times as long as softmax with the same number of parameters (N heads
+    of twice the size). Kernels compute two outputs and subtract them. All other
+    mechanisms run once with twice the heads, and the two outputs are subtracted; a
+    recurrence then has a state per branch. Kernels and mechanisms without scores repeat
+    a noise head for each signal head of its group, so they cost as much as with r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].

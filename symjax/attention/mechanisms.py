@@ -64,14 +64,17 @@ class Mechanism(NamedTuple):
             adds learned feature maps.
         operands: names of arrays besides query, key and value.
         required: operands that have no default.
-        is_causal: whether `attend` has the option `is_causal`.
+        is_causal: whether `attend` takes the argument `is_causal`. It does not say
+            whether the mechanism can be causal: it is False for all that are causal by
+            `causal` alone, such as performer, decay and delta.
         bidirectional: whether a token may attend to later tokens.
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
         lengths: whether the numbers of keys and queries may differ.
         segments: whether it takes `segment_ids`; if it has a causal form, whether that
             form does.
-        keys: whether it takes keys; otherwise the queries are the keys.
+        keys: whether its functions take an argument `key`; otherwise the queries are
+            the keys.
         gated: whether it replaces a whole block: it cannot be chosen for an attention
             layer.
         kernel: whether a kernel for TPUs or GPUs computes some of its calls.

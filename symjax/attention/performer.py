@@ -15,8 +15,8 @@ rounding.
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024
-features. At entries of size 1 the error is larger than that of the mean of all values.
-Normalise queries and keys.
+features. With entries of size 1 the estimate has a larger error than the plain mean of
+all values. Normalise queries and keys.
 """
 
 import math

@@ -111,9 +111,9 @@ class Examples:
     def heldout_batches(
         self, shape: Shape, count: int | None = None
     ) -> Iterator[ReadRows]:
-        """Held-out batches, each a function of (start, stop) as in `batch`.
+        """Return an iterator of functions of (start, stop), one per held-out batch.
 
-        All have the same shape.
+        They make rows as the function that `batch` returns. All batches have one shape.
 
         Args:
             count: number of batches, spread evenly over the held-out rows; None for all

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from symjax.data.tokens import Tokenizer
 
 SEPARATOR = "\0"  # between documents if the tokenizer has no token for their end
-FORMAT = 2  # of packed texts; in format 1 no token was before the first document
+FORMAT = 2  # of texts packed now; format 1 had no token before the first document
 
 Piece = str | int | None  # a text, a token, or nothing
 

@@ -106,7 +106,7 @@ class Attention(nnx.Module):
             self._add_lambda(options, depth, rngs)
         if chosen.position_term:
             self.position_term = PositionTerm(
-                self.mixer.sizes.groups, chosen.position_term
+                self.mixer.sizes.head_groups, chosen.position_term
             )
         if self.part.weights is not None:
             weights = self.part.weights(options, depth, self.mixer.sizes, rngs)

@@ -22,8 +22,8 @@ from symjax.layers.primitives import (
 from symjax.layers.segments import Segments
 
 # swiglu is silu(gate(x)) · up(x); without a tanh it is as cheap as ReLU on CPU.
-# The gradient of gelu computes its tanh again: kept, it takes as much memory as its
-# input.
+# The gradient of gelu computes the tanh again. Keeping the tanh would take as much
+# memory as the input.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.checkpoint(jax.nn.gelu),
@@ -87,7 +87,7 @@ class Block(nnx.Module):
 
     Args:
         options: the model's configuration.
-        depth: of this block, counted from 0; λ_init and some decays depend on it.
+        depth: number of this block, from 0; λ_init and some decays depend on it.
     """
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -150,7 +150,7 @@ class Block(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Read the next T tokens of each example: (output, new cache).
+        """Read the next T tokens of each example; return (output, new cache).
 
         Args:
             position: number of tokens that each example has read.

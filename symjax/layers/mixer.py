@@ -16,7 +16,7 @@ from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.layers.validate import SHARED, gated_sizes, mechanism_options, sizes
 
-SMALLEST_READ = 256  # the least length of the part of a cache that is read
+SMALLEST_READ = 256  # the least length of a prefix of the cache that is read
 OF_KEYS = ("BSK", "BTK")  # axes of operands with an entry per key head
 CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token lacks
 
@@ -41,8 +41,8 @@ class Mixer:
         differential: combination of the maps of two branches: none, v1 or v2.
         signals: number of heads that share a noise map; 1 unless differential is v1.
         alibi: add a bias to the scores that falls with distance.
-        shared: values are what keys are made of, so that a cache holds values alone.
-        dtype: of cached keys and values.
+        shared: keys are made from the values, so that a cache holds values alone.
+        dtype: dtype of cached keys and values.
     """
 
     mechanism: str
@@ -60,11 +60,12 @@ class Mixer:
         return attention.MECHANISMS[self.mechanism]
 
     @property
-    def computed(self) -> Sizes:
+    def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
         Score mechanisms get one noise head per group of signal heads. For all other
-        mechanisms it is repeated for each signal head, which then has a state for it.
+        mechanisms the noise head is repeated for each signal head, so that each signal
+        head has a state for its noise.
         """
         shares = self.signals == 1 or self.form.implementations
         return self.sizes if shares else self.sizes.with_pairs()
@@ -107,11 +108,12 @@ class Mixer:
         Args:
             head_size: size of the keys that the mechanism receives, if the layer maps
                 them to features.
-            forgets: scores have a forget gate, which is kept for each key.
+            forgets: whether scores have forget gates; the cache then has a place for
+                the log-decay of each key.
             arrays: other arguments of the mechanism's empty state.
         """
         size = head_size or self.sizes.head_size
-        keys, value_size = self.computed.keys, self.sizes.value_size
+        keys, value_size = self.mechanism_sizes.keys, self.sizes.value_size
         if self.form.state is None:
             values = (batch, length, self.sizes.kv_heads, value_size)
             shape = batch, length, keys, size
@@ -131,13 +133,14 @@ class Mixer:
         padding_mask: Bool[Array, "B T"] | None = None,
         keys_of: Callable[[Array], Array] | None = None,
     ) -> tuple[Float[Array, "B T N V"], Any]:
-        """Read the next T tokens of each example: (output per head, new cache).
+        """Read the next T tokens of each example; return (output per head, new cache).
 
         Args:
             position: number of tokens that each example has read.
             padding_mask: True for tokens that exist; the others follow them in the row.
                 By default all exist.
-            keys_of: the first cached values → their keys; needed if `shared`.
+            keys_of: cached values → the keys that are made from them; needed if
+                `shared`.
         Raises:
             ValueError: more tokens than fit the cache.
         """
@@ -220,7 +223,7 @@ class Mixer:
         axis: str | None = None,
     ) -> Any:
         """Call `function` for all heads, with differential maps and ALiBi if chosen."""
-        if self.computed is not self.sizes:
+        if self.mechanism_sizes is not self.sizes:
             mixer, operands = self.with_pairs(operands)
             return mixer._run(function, options, operands, output, axis)
         operands = self._with_alibi(operands)
@@ -235,15 +238,15 @@ class Mixer:
         """Return a copy of the operands, with the slopes of ALiBi if it is chosen."""
         if not self.alibi:
             return dict(operands)
-        slopes = attention.alibi_slopes(self.sizes.groups)
+        slopes = attention.alibi_slopes(self.sizes.head_groups)
         return operands | {"alibi": Operand(slopes, "N")}
 
     def with_pairs(
         self, operands: dict[str, Operand]
     ) -> tuple["Mixer", dict[str, Operand]]:
-        """Return mixer and operands with a noise head for each signal head.
+        """Return a mixer and operands that have a noise head for each signal head.
 
-        They compute the same, as differential attention whose maps are not shared.
+        They compute the same output by differential attention without shared maps.
         """
         keys = signal_keys(self.sizes.keys, self.sizes.kv_heads)
         operands = self._with_alibi(operands)
@@ -287,7 +290,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
 
 
 def _without_key(attend: Any) -> Callable:
-    """Return `attend` of a mechanism without keys, with an argument `key` to ignore."""
+    """Wrap `attend` of a mechanism without keys: it takes a key and ignores it."""
 
     def run(query, key, value, **options) -> Any:
         return attend(query, value, **options)

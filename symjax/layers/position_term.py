@@ -20,10 +20,9 @@ class PositionTerm(nnx.Module):
     f(s) are sinusoidal features of the position of the key. At first a = 1 and w = 0,
     so that the layer computes what it computes without the term.
 
-    The paper has a·S_ts + w₁·f(t) + w₂·f(s) + b. Its parts w₁·f(t) and b are equal for
-    all keys of a row, so they change no weight of softmax, sparsemax or entmax, and are
-    left out. With softpick or a sink logit they would change weights; there the term is
-    that of the keys alone.
+    The paper has a·S_ts + w₁·f(t) + w₂·f(s) + b. The parts w₁·f(t) and b are equal for
+    all keys of a row, so they change no weight of softmax, sparsemax or entmax. They
+    are left out, also with softpick or a sink logit, where they would change weights.
 
     Args:
         heads: number of values a, and of vectors w: one for each output head, which the

@@ -22,7 +22,7 @@ class Segments(NamedTuple):
 
     Attributes:
         ids: tokens of one document have equal ids; documents do not see each other.
-        positions: of each token in its document, from 0.
+        positions: position of each token in its document, from 0.
     """
 
     ids: Int[Array, "B T"]
@@ -48,7 +48,10 @@ def document_lengths(segments: Segments) -> Int[Array, "B T"]:
 def positions_of(
     x: Float[Array, "B T D"], segments: Segments | None
 ) -> Int[Array, "#B T"]:
-    """Return the position of each token in its document, or in the row without any."""
+    """Return the position of each token in its document.
+
+    Without segments it is the position in the row.
+    """
     return jnp.arange(x.shape[1])[None] if segments is None else segments.positions
 
 

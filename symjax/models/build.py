@@ -33,7 +33,7 @@ def merged(options: config.Model, params: Any, constants: Any) -> Model:
 
 
 def parts(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (weights, constants) of a model as nested dicts."""
+    """Return a model's arrays as two nested dicts: (weights, constants)."""
     params, constants = (nnx.state(model, x) for x in (nnx.Param, Constant))
     return nnx.to_pure_dict(params), nnx.to_pure_dict(constants)
 

@@ -40,7 +40,7 @@ def forward_flops(options: config.Model, parameters: int) -> float:
 def attention_flops(options: config.Model, depth: int) -> float:
     """Return the operations per token of one layer's attention without projections."""
     mixer, chosen = mixer_of(options, depth), options.attention
-    mixer = replace(mixer, sizes=mixer.computed)
+    mixer = replace(mixer, sizes=mixer.mechanism_sizes)
     part = part_of(mixer.mechanism)
     if part.flops is not None:
         return part.flops(mixer, chosen, options.length)

@@ -19,7 +19,7 @@ from symjax.models.attention_maps import statistics_of_maps
 from symjax.models.generate import before_stop, generate
 from symjax.models.lambdas import lambda_table, mean_lambdas
 from symjax.monitor.metrics import GRADIENT_NORM, LAMBDA
-from symjax.training.run import Run
+from symjax.training.context import Run
 from symjax.training.step import Means, State, means
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens

@@ -76,14 +76,14 @@ def _new_state(
     return state, constants, source
 
 
-def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Folder:
+def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> Folder:
     """Return the weights of a run or of a model's folder, converted to `target`.
 
     Args:
         origin: a workdir with checkpoints, or a folder of symjax or of transformers.
-        corpus: data of the new run.
+        examples: data of the new run.
     Raises:
-        ValueError: there is no checkpoint, its tokens are not those of the corpus, or
+        ValueError: there is no checkpoint, its tokens are not those of the data, or
             its weights do not fit the model; the message begins with `init_from`.
     """
     try:
@@ -96,19 +96,19 @@ def weights_of(origin: str | Path, target: config.Model, corpus: Examples) -> Fo
                 f"{from_the_hub(origin)}"
             )
         if folder:
-            found = _folder_weights(where, target, corpus)
+            found = _folder_weights(where, target, examples)
         else:
-            found = _run_weights(where, corpus)
+            found = _run_weights(where, examples)
         return found._replace(params=convert(found.params, found.options, target))
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
 
 
-def _run_weights(workdir: epath.Path, corpus: Examples) -> Folder:
+def _run_weights(workdir: epath.Path, examples: Examples) -> Folder:
     """Return the newest weights of a workdir."""
     found = read_run(workdir)
     data, kind = found.config.data, found.config.model.kind
-    if not same_tokens(found.language, corpus.language):
+    if not same_tokens(found.language, examples.language):
         raise ValueError(
             f"{workdir} was trained on other tokens: data.source {data.source!r}, "
             f"data.tokenizer {data.tokenizer!r}, model.kind {kind!r}"
@@ -117,20 +117,20 @@ def _run_weights(workdir: epath.Path, corpus: Examples) -> Folder:
 
 
 def _folder_weights(
-    folder: epath.Path, target: config.Model, corpus: Examples
+    folder: epath.Path, target: config.Model, examples: Examples
 ) -> Folder:
     """Return the weights of a folder of symjax or of transformers."""
     with local_copy(folder, *SUFFIXES) as here:
         found = read_folder(here)
     language = found.about.get("language")
-    if language is not None and not same_tokens(language, corpus.language):
+    if language is not None and not same_tokens(language, examples.language):
         raise ValueError(f"the model in {folder} was trained on other tokens")
     if needed := _needed_keys(found.options, target):
         raise ValueError(f"{folder} needs {' '.join(needed)}")
     if language is None and is_process_zero():
         print_warning(
             f"init_from: {folder} does not say what its {found.options.vocabulary} "
-            f"tokens are: the {corpus.vocabulary} of data.tokenizer take their place"
+            f"tokens are: the {examples.vocabulary} of data.tokenizer take their place"
         )
     return found
 

@@ -34,10 +34,10 @@ from symjax.monitor.profile import Profile
 from symjax.monitor.progress import Clock, Progress
 from symjax.storage import local_folder
 from symjax.training import compile, heldout, preflight, transfer
+from symjax.training.context import History, Run, Skips, sessions
 from symjax.training.initial import initial_state
 from symjax.training.messages import introduce, summary
 from symjax.training.prefetch import prefetch
-from symjax.training.run import History, Run, Skips, sessions
 from symjax.training.saved import described
 from symjax.training.sharding import make_mesh
 from symjax.training.step import (
@@ -86,8 +86,8 @@ def train(
 ) -> None:
     """Prepare a run and make its remaining steps; log, evaluate and save when due.
 
-    Several processes prepare in step: `all_succeed` raises in all of them what one of
-    them raises.
+    All processes do the same steps of the preparation together: if one of them raises
+    an error, `all_succeed` raises it in all of them.
 
     Args:
         stack: closes files and threads when the run ends.
@@ -210,7 +210,7 @@ def train(
         if stop is not None and done < options.steps:
             raise interrupted(run, done, stop)
     checkpoints.wait()  # a signal does not interrupt the last save
-    profile.close()  # if it was asked for more steps than the run has
+    profile.close()  # still open if `log.profile` ends after the last step
     progress.line(f"complete at step {done}: python eval.py --workdir {workdir}")
     on_process_zero(lambda: draw(workdir, examples.unit))
     for line in summary(run):
@@ -265,11 +265,11 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
 
 
 def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
-    """Save the state, after a finite held-out loss has shown that it is sound.
+    """Save the state if its held-out loss is finite.
 
     Args:
-        loss: held-out loss at this step; None if it was not measured: one batch is
-            measured then.
+        loss: held-out loss at this step. If it is None, the loss of one held-out batch
+            is measured here.
     Raises:
         FloatingPointError: the loss is not finite.
     """

@@ -86,8 +86,8 @@ class Objective(NamedTuple):
     """Sums over the tokens that have a target, divided by the number of targets.
 
     Attributes:
-        minimised: this mean of loss + z_loss · normaliser².
-        loss: this mean of the loss alone, to report; no gradient passes through it.
+        minimised: Σ (loss + z_loss · normaliser²) / number of targets.
+        loss: Σ loss / number of targets, to report; no gradient passes through it.
     """
 
     minimised: Float[Array, ""]
@@ -244,7 +244,8 @@ def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
     """Return a function that splits tokens: [B T …] → [parts B T/parts …].
 
     Parts are equally long and as few as possible, with at most `LARGEST` logits each
-    (`ON_GPU` on a GPU). If one token of each row has more, parts are single tokens.
+    (`ON_GPU` on a GPU). If one token of each row has more logits than that, each part
+    has one token of each row.
 
     Args:
         logits: abstract logits of all tokens.

@@ -14,7 +14,7 @@ from symjax.monitor.profile import Profile
 from symjax.monitor.progress import duration
 from symjax.storage import in_bucket, local_folder
 from symjax.tables import aligned
-from symjax.training.run import Run
+from symjax.training.context import Run
 from symjax.training.schedule import schedule_change
 from symjax.training.step import State
 

@@ -191,7 +191,7 @@ def require_stored(where: epath.Path) -> None:
             require_imports(here)
 
 
-def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> None:
+def check_data(meta: dict[str, Any], examples: Examples, workdir: epath.Path) -> None:
     """Check that the data are those that the checkpoint was trained on.
 
     Raises:
@@ -199,7 +199,7 @@ def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> N
     """
     saved = meta.get("data")
     then = str(saved.get("sha256")) if isinstance(saved, dict) else "unknown"
-    now = corpus.fingerprint["sha256"]
+    now = examples.fingerprint["sha256"]
     if then != now:
         raise ValueError(
             f"the text of {local_folder(workdir) / 'data'} is not the one of its "
@@ -207,7 +207,7 @@ def check_data(meta: dict[str, Any], corpus: Examples, workdir: epath.Path) -> N
         )
 
 
-def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
+def with_vocabulary(options: config.Config, examples: Examples) -> config.Config:
     """Return the configuration with the data's vocabulary or image size filled in.
 
     Values that are not 0 stay.
@@ -216,14 +216,14 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
         ValueError: the model's vocabulary is smaller than the tokenizer's, its classes
             are not those of the data, or only one of model and data is for images.
     """
-    if corpus.labels:
-        check_labels(options.model, corpus)
-        if corpus.image:
-            model = dataclasses.replace(options.model, image=corpus.image)
+    if examples.labels:
+        check_labels(options.model, examples)
+        if examples.image:
+            model = dataclasses.replace(options.model, image=examples.image)
             return dataclasses.replace(options, model=model)
-    needed, given = corpus.vocabulary, options.model.vocabulary
+    needed, given = examples.vocabulary, options.model.vocabulary
     if given and given < needed:
-        shown = {k: x for k, x in corpus.language.items() if k != "definition"}
+        shown = {k: x for k, x in examples.language.items() if k != "definition"}
         raise ValueError(
             f"model.vocabulary {given} is smaller than the {needed} tokens of data: "
             f"{shown}"
@@ -232,23 +232,23 @@ def with_vocabulary(options: config.Config, corpus: Examples) -> config.Config:
     return dataclasses.replace(options, model=model)
 
 
-def check_labels(model: config.Model, corpus: Examples) -> None:
+def check_labels(model: config.Model, examples: Examples) -> None:
     """Check that classes, patches and image size of a model fit labelled data.
 
     Raises:
         ValueError: they do not; the message names both sides.
     """
-    if model.classes != len(corpus.labels):
+    if model.classes != (count := len(examples.labels)):
         raise ValueError(
-            f"model.classes {model.classes} must be the {len(corpus.labels)} of data: "
-            f"{', '.join(corpus.labels)}"
+            f"model.classes {model.classes} must be the {count} of data: "
+            f"{', '.join(examples.labels)}"
         )
-    if bool(model.patch) != bool(corpus.image):
+    if bool(model.patch) != bool(examples.image):
         raise ValueError(
             f"model.patch is {model.patch}, but the data are "
-            f"{'images: set it' if corpus.image else 'texts: leave it 0'}"
+            f"{'images: set it' if examples.image else 'texts: leave it 0'}"
         )
-    if corpus.image and model.image not in ((0, 0, 0), corpus.image):
+    if examples.image and model.image not in ((0, 0, 0), examples.image):
         raise ValueError(
-            f"model.image is {model.image}, the images of data are {corpus.image}"
+            f"model.image is {model.image}, the images of data are {examples.image}"
         )

@@ -27,7 +27,8 @@ from symjax.training.loss import hidden_of, objective, target_count, token_losse
 from symjax.training.optimizer import Guarded, Stacks, optimizer
 from symjax.training.schedule import schedule
 
-TRANSFER_ERROR = "transfer/error"  # in place of train/loss: symjax.training.transfer
+# Metric that replaces train/loss during attention transfer (symjax.training.transfer).
+TRANSFER_ERROR = "transfer/error"
 LAYER_NORMS = "gradient_norms"  # metric [layers] of a training step
 _CONFIG = threading.Lock()  # held while an option of jax is changed
 
@@ -251,8 +252,8 @@ def _with_threefry_kernel(initial: Callable) -> Callable:
 
     The bits are the same. Without the kernel XLA inlines the generator in every draw,
     which takes long to compile: 152 s instead of 16 s for 24 layers of a model of 353M
-    parameters (two cores, no GPU). This is for one device only: XLA cannot partition
-    the kernel, so each of several devices would draw every whole array.
+    parameters (two cores, no GPU). It is used on one device only: XLA cannot partition
+    the kernel, so each of several devices would draw all arrays whole.
     """
     name = "jax_threefry_gpu_kernel_lowering"
 

@@ -19,7 +19,7 @@ from symjax.evaluation.measures.weights import lambdas
 from symjax.evaluation.overview import overview
 from symjax.evaluation.results import Options
 from symjax.models.lambdas import lambda_table
-from symjax.training.run import sessions
+from symjax.training.context import sessions
 
 pytestmark = pytest.mark.usefixtures("cache")
 OFTEN = {

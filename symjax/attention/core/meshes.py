@@ -120,7 +120,10 @@ def on_any_mesh(
 
 
 def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Decorate a function of arrays for any mesh; the first array shards the result."""
+    """Decorate a function of arrays for any mesh.
+
+    The result has the sharding of the first array.
+    """
 
     @wraps(function)
     def call(*arrays: Array) -> Array:

@@ -34,7 +34,8 @@ class Visibility:
         mask: True = attend.
         row_segments, key_segments: the number of the segment of each token.
         window: (left, right); None means no bound. Causal attention has right = 0.
-        mask_self: hide the key at the position of a row, unless it sees no other key.
+        mask_self: hide from each row the key at the position of the row, unless the row
+            sees no other key.
         length: number of all keys; `keys` may have fewer.
         consecutive: whether each row is one position after the row before it.
     """
@@ -114,7 +115,11 @@ class Visibility:
         return before, after
 
     def _see_only_themselves(self, others: Array) -> Bool[Array, "#B #N #t 1"]:
-        """Return True for rows that see no other key; `others`: pairs without self."""
+        """Return True for rows that see no key at another position.
+
+        Args:
+            others: visible pairs of a row and a key at another position.
+        """
         if self._depends_on_tokens():
             return ~others.any(axis=-1, keepdims=True)
         before, after = self._keys_in_window()

@@ -11,7 +11,7 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `visible` is False for it. Linear attention sets the features of its key to zero,
   because φ(0) need not be 0. Decays that all tokens share count visible tokens alone.
 
-Its own row is computed from its query nevertheless.
+The row of a hidden token is computed from its query nevertheless.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 def layout(tokens: Tokens, axis_name: str | None = None) -> Span:
-    """Return all tokens as one span, with zeros as hidden keys, values and operands.
+    """Return all tokens as one span, with zeros for hidden keys, values and operands.
 
     A NaN in a hidden key, value or operand therefore reaches no sum and no gradient. A
     NaN in a hidden query reaches its own row, and through the cotangent of that row the
@@ -101,7 +101,7 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Span:
 
 
 def chunk_of(span: Span) -> Chunk:
-    """Return the span with heads before time, and query heads by key head."""
+    """Return the span with heads before time, and query heads grouped by key head."""
     query, key, value = span[:3]
     heads_first = partial(jnp.swapaxes, axis1=1, axis2=2)
     return Chunk(

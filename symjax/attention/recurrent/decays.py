@@ -154,7 +154,7 @@ def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
 def until_end(
     shared: Float[Array, "K 1"], chunk: Chunk, dtype: Any
 ) -> tuple[Float[Array, "B K T F"], Float[Array, "B K F"]]:
-    """Return `until` and `through` of a shared log-decay of the visible tokens."""
+    """Return `until` and `through` of a shared log-decay; only visible tokens count."""
     count = jnp.cumsum(chunk.visible, axis=1)[:, None, :, None]  # [B 1 T 1]
     shared, total = shared.astype(dtype)[None, :, None], count[:, :, -1:]
     return _times(shared, total - count), _times(shared, total)[:, :, 0]
@@ -193,7 +193,8 @@ def _scores_by_channel(
 ) -> tuple[Array, Array, Array]:
     """Return `since`, `until`, and scores Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th).
 
-    The decay since a boundary multiplies the query, and the decay until it the key.
+    The decay from a key to a boundary multiplies the key. The decay from the boundary
+    to a query multiplies the query.
     """
     length = key.shape[2]
     query, key, padded = map(_to_power_of_two, (query, key, log_decay))
@@ -227,10 +228,11 @@ def _blocks(x: Float[Array, "*n T F"], size: int) -> Float[Array, "*n T/size siz
 def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
     """Return g_{s+1} + … + g_t for s ≤ t, else −∞, as differences of cumulative sums.
 
-    The differences lose no digits. A log-decay is first clipped where its exponential
-    is 0. Then it is split in two. The coarse part is a multiple of a quantum that is so
-    large that sums of its multiples are exact. The rest is below the quantum, so that
-    the rounding error of its sums, T ε quantum, is negligible.
+    The differences lose no digits. First each log-decay is clipped at a number whose
+    exponential is 0. Then it is split in two parts. The coarse part is a multiple of a
+    quantum, and the quantum is so large that sums of multiples are exact. The rest is
+    smaller than the quantum, so that the rounding error of its sums, T ε quantum, is
+    negligible.
     """
     length, limits = log_decay.shape[-2], jnp.finfo(log_decay.dtype)
     lowest = 2 * math.log(limits.tiny)
@@ -360,9 +362,10 @@ def _by_halves(
 
     Args:
         within_blocks: values of the pairs inside each first block.
-        across_boundary: (since, until) → values of pairs of a query in the second half
-            and a key in the first half, from the log-decays since the boundary between
-            the halves and until it [B K n 1 T F].
+        across_boundary: (since, until) → values of the pairs that have the query in the
+            second half and the key in the first. `since` are the log-decays from the
+            boundary between the halves to each query, `until` those from each key to
+            the boundary, both [B K n 1 T F].
         fill: value of pairs whose key is later than the query.
     Returns:
         `since` and `until` as in `ChunkDecays`, and the values of all pairs.

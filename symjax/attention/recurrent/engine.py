@@ -14,9 +14,9 @@ multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 toke
 row run in parallel there, and the next 4096 tokens follow. On a single GPU the limit is
 not 4096 tokens of a row, but tokens · examples · query heads ≤ 2¹⁸.
 
-A kernel may replace the chunks if the call has no state, returns none, and time is not
-split over devices (`kernels.dispatch`). Kernels have neither a forward-mode derivative
-(`jax.jvp`) nor a second derivative.
+A kernel may replace the chunks if the call neither takes nor returns a state, and time
+is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode
+derivative (`jax.jvp`) nor a second derivative.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def attend_causal(
     segment_ids: Array | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Return rows in which a query sees the tokens of its segment up to its own.
+    """Return causal attention: a query sees the tokens of its segment up to its own.
 
     Args:
         who: name of the public function, for messages.

@@ -19,8 +19,8 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-PARALLEL_TOKENS = 4096  # tokens whose chunks run in parallel; bounds the memory
-# On a single GPU: tokens · examples · query heads whose chunks run in parallel. So many
+PARALLEL_TOKENS = 4096  # of a row, whose chunks run in parallel; bounds the memory
+# The limit on a single GPU, for tokens · examples · query heads. Chunks at this limit
 # need 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
@@ -45,13 +45,13 @@ def run_parallel_chunks(
     First the effect of each chunk is computed, in parallel. A loop then merges them, so
     that the state before each chunk is known. Last the rows are computed, in parallel.
 
-    Accelerators are slow at many small products: forward and backward, a constant decay
-    takes 12 Mcycles instead of 65, as v5e's compiler estimates it (B 4, T 4096, N 16,
-    H 64).
+    Accelerators are slow at many small products. Forward and backward, a constant decay
+    takes 65 Mcycles with one chunk after the other, and 12 in parallel, as v5e's
+    compiler estimates it (B 4, T 4096, N 16, H 64).
 
     Args:
-        as_examples: make chunks further examples of the batch. `advance` may then
-            branch on its data, but no mesh may split the batch. False: chunks are one
+        as_examples: True makes chunks further examples of the batch. Then `advance` may
+            branch on its data, but no mesh may split the batch. False makes chunks one
             more axis, by `jax.vmap`.
     """
     batch, length = span.visible.shape
@@ -118,8 +118,8 @@ def state_before_device(
 ) -> Any:
     """Return the state before the first token of this device.
 
-    It has read the tokens of earlier devices that belong to the segment of that token.
-    `span` has the tokens of this device alone.
+    The state has read those tokens of earlier devices that belong to the segment of the
+    first token. `span` has the tokens of this device alone.
     """
     chunks = split_into_spans(_last_segment(span), chunk_size)
 

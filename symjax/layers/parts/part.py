@@ -42,8 +42,12 @@ class Sizes(NamedTuple):
     value_size: int
 
     @property
-    def groups(self) -> int:
-        """Number of noise heads; number of heads if there are no noise heads."""
+    def head_groups(self) -> int:
+        """Number of groups of heads that share a noise head, a sink and an ALiBi slope.
+
+        It is the number of noise heads. Without differential V1 or V2 each head is a
+        group.
+        """
         return self.queries - self.heads or self.heads
 
     def with_pairs(self) -> "Sizes":
@@ -106,8 +110,8 @@ class Part(NamedTuple):
         head_norm: True adds an RMSNorm per head, for a mechanism without a denominator.
         options: (model, mechanism) → options of the mechanism, if they are not the
             keys of model.attention with the same names.
-        keys: model.attention → keys of model.attention that the part reads and that are
-            no options of the mechanism.
+        keys: model.attention → names of the configuration keys in model.attention that
+            the part reads and that are no options of the mechanism.
         learned: values of model.attention.features that are weights of the layer.
         feature_count: (model.attention, head size) → features of a query or key after
             the mechanism's map; by default the head size.

@@ -37,13 +37,13 @@ def _weights(
         gated = dataclasses.replace(options, attention=attention)
         weights["forget"] = decay_of(gated, depth, sizes, rngs)["decay"]
     if chosen.sink:
-        weights["sink"] = nnx.Param(jnp.zeros(sizes.groups))
+        weights["sink"] = nnx.Param(jnp.zeros(sizes.head_groups))
     if chosen.length_scale == "learned":
         weights["length_factor"] = nnx.Param(jnp.ones(sizes.queries))
     elif chosen.length_scale == "adaptive":
         shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
         for name in ("length_slope", "length_power"):
-            weights[name] = Linear(options.width, sizes.groups, **shared)
+            weights[name] = Linear(options.width, sizes.head_groups, **shared)
     return weights
 
 

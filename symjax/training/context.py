@@ -1,4 +1,4 @@
-"""What a run has besides its weights: options, data, program, clock and log."""
+"""Context of a run besides its weights: options, data, program, clock and log."""
 
 import platform
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ _NUMBER = re.compile(r'"(\w+)":"?(\d+)')
 _COUNTED = ("fusion", "convolution", "sort", "custom-call")
 
 
-class Estimate(NamedTuple):
+class CycleEstimate(NamedTuple):
     """Cycles of one run on one chip.
 
     Attributes:
@@ -47,7 +47,7 @@ class Estimate(NamedTuple):
     unknown: Counter
 
 
-def estimate(text: str, chip: Chip) -> Estimate:
+def estimate(text: str, chip: Chip) -> CycleEstimate:
     """Return the estimated cycles of a program compiled for a TPU.
 
     Args:
@@ -96,7 +96,7 @@ def estimate(text: str, chip: Chip) -> Estimate:
     def select(kind: str) -> Counter:
         return Counter({key[1]: n for key, n in sums.items() if key[0] == kind and n})
 
-    return Estimate(*map(select, ("cycles", "low", "kernel", "unknown")))
+    return CycleEstimate(*map(select, ("cycles", "low", "kernel", "unknown")))
 
 
 def choose_branch(condition: Instruction) -> Callable:

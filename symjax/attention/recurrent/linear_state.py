@@ -11,9 +11,10 @@ of numerator and denominator does not:
   exponent of a key so far. When a larger key comes, the state is rescaled.
 - A row is divided by exp(shift). The shift is the largest value, over the features, of
   the query's exponent + running_max.
-- So every factor is at most 1. If amplitudes are 1 and the row sees the key that set
-  running_max of that feature, this key adds exp(0) = 1 to the denominator, so that no ε
-  is needed. Both divisors cancel in the ratio, and are constants to the gradient.
+- So every factor is at most 1. Call the feature with the largest value m. If amplitudes
+  are 1 and the row sees the key that set running_max of m, this key adds exp(0) = 1 to
+  the denominator, so that no ε is needed. Both divisors cancel in the ratio, and are
+  constants to the gradient.
 
 Cancellation. Features that change sign lose digits if their products cancel. A state of
 such features is read around the mean of its values (`cancellation.py`).
@@ -103,8 +104,8 @@ def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array
     """Return the weights by which rows read a state divided by exp(highest).
 
     Returns:
-        Weights of at most 1 [B K G T M], and the shift [B K G T]: they were divided by
-        exp(shift).
+        Weights [B K G T M] of at most 1, already divided by exp(shift), and the shift
+        [B K G T].
     """
     if highest is None:
         weights = query.weights()
@@ -150,9 +151,9 @@ def update(
 def merge(one: LinearState, two: LinearState) -> LinearState:
     """Return the state that has read the keys of both states, which must be disjoint.
 
-    With c = max(c₁, c₂) of the running maxima c, the sums become
-    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c); so do the totals. The operation is associative
-    and commutative. An empty state changes nothing.
+    With the running maxima c₁ and c₂ and c = max(c₁, c₂), the sums of the result are
+    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and its totals likewise. The operation is
+    associative and commutative. An empty state changes nothing.
     """
     highest = None
     if one.running_max is not None and two.running_max is not None:

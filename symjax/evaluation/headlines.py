@@ -113,7 +113,13 @@ def _entropy(result: Result) -> Headlines:
 
 
 def _support(result: Result) -> Headlines:
-    return {"share of keys with a weight": _mean(result.values["support"], "share")}
+    """Return the sparse share, and the sparsity of the map A that a layer uses."""
+    maps = [row for row in result.values["sparsity"] if row["map"] == "A"]
+    return {
+        "share of keys with a weight": _mean(result.values["support"], "share"),
+        "share on the 16 largest": _mean(maps, "top_16"),
+        "Hoyer sparsity": _mean(maps, "hoyer"),
+    }
 
 
 def _rank(result: Result) -> Headlines:
@@ -123,9 +129,13 @@ def _rank(result: Result) -> Headlines:
 
 
 def _spectrum(result: Result) -> Headlines:
-    """Return numbers of the last layer's tokens, and the mean error of the chains."""
-    tokens, chains = (result.values["spectrum"][x] for x in ("tokens", "chains"))
+    """Return σ₁/σ₂ of the map that a layer uses, the mean error of the chains, and
+    numbers of the last layer's tokens."""
+    found = result.values["spectrum"]
+    tokens, chains = found["tokens"], found["chains"]
+    maps = [x for x in found["matrices"] if x["matrix"] in ("A", "A₁ − λA₂")]
     return {
+        "σ₁/σ₂ of the map": _mean(maps, "ratio"),
         "cosine of tokens, last layer": tokens[-1]["cosine"],
         "stable rank of tokens, last layer": tokens[-1]["stable_rank"],
         "error of detailed balance": _mean(chains, "balance_error"),

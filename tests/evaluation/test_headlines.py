@@ -63,8 +63,19 @@ CASES = {
         {"entropy slope": None, "entropy of the last row": 1.5},
     ),
     "support": (
-        {"support": [{"share": 0.5}, {"share": 0.25}]},
-        {"share of keys with a weight": 0.375},
+        {
+            "support": [{"share": 0.5}, {"share": 0.25}],
+            "sparsity": [
+                {"map": "A", "top_16": 0.5, "hoyer": 0.25},
+                {"map": "A₁", "top_16": 0.0, "hoyer": 0.0},
+                {"map": "A", "top_16": 1.0, "hoyer": 0.75},
+            ],
+        },
+        {
+            "share of keys with a weight": 0.375,
+            "share on the 16 largest": 0.75,
+            "Hoyer sparsity": 0.5,
+        },
     ),
     "rank": (
         {
@@ -87,11 +98,17 @@ CASES = {
     "spectrum": (
         {
             "spectrum": {
+                "matrices": [
+                    {"matrix": "QKᵀ", "ratio": 9.0},
+                    {"matrix": "A", "ratio": 2.0},
+                    {"matrix": "A₁ − λA₂", "ratio": 4.0},
+                ],
                 "tokens": [{}, {"cosine": 0.5, "stable_rank": 2.0}],
                 "chains": [{"balance_error": 0.5}, {"balance_error": 0.25}],
             }
         },
         {
+            "σ₁/σ₂ of the map": 3.0,
             "cosine of tokens, last layer": 0.5,
             "stable rank of tokens, last layer": 2.0,
             "error of detailed balance": 0.375,

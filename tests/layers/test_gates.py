@@ -108,3 +108,24 @@ def test_without_decay_a_state_is_a_sum():
     pairs = np.tril(np.einsum("btnh,bsnh->bnts", query, key))
     wanted = np.einsum("bnts,bsnv->btnv", pairs, value)
     np.testing.assert_allclose(layer.mixer(operands), wanted, atol=2e-5)
+
+
+def test_forget_gates_do_not_need_the_constants_of_decay_heads():
+    """In a model with both, decay_heads is about model.attention.decay."""
+    chosen = config.Attention(decay="retention", decay_heads=1, forget="fox")
+    sizes = {"width": WIDTH, "heads": HEADS, "depth": 2}
+    options = config.Model(**sizes, pattern=("decay", "softmax"), attention=chosen)
+    first, second = (Attention(options, depth, rngs=nnx.Rngs(0)) for depth in (0, 1))
+    assert first.decay(inputs()).shape == (1, 1, HEADS)
+    assert second.forget(inputs()).shape == (*inputs().shape[:2], HEADS)
+
+
+def test_no_decay_is_none_of_any_key_head():
+    """Four heads in two groups have four signal keys and two noise keys."""
+    chosen = config.Attention(
+        mechanism="decay", decay="none", differential="v1", signals=2
+    )
+    options = config.Model(width=WIDTH, heads=4, head_size=3, attention=chosen)
+    layer = Attention(options, 0, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer.decay(inputs()), np.zeros((1, 1, 6)))
+    assert np.isfinite(layer(inputs())).all()

@@ -88,7 +88,11 @@ def test_a_noise_head_for_four_heads_saves_projections():
         ),
         (
             {"heads": 4, "signals": 2, "mechanism": "decay"},
-            "'retention' has a rate for each key/value head: .* model.kv_heads=2",
+            "decay 'retention' has a rate for each key/value head: .* model.kv_heads=2",
+        ),
+        (
+            {"heads": 4, "signals": 2, "forget": "retention"},
+            "forget 'retention' has a rate for each key/value head: .*signals 2 give",
         ),
     ],
 )

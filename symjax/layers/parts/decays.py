@@ -23,25 +23,19 @@ class FixedDecay(nnx.Module):
     """Constant log-decay per head: of RetNet, of a published Lightning slope, or 0.
 
     Args:
-        branches: key heads per key/value head, which share one decay.
-    Raises:
-        ValueError: decay_heads do not divide the key/value heads.
+        kind: a name in `LOG_DECAYS`, which has the rates.
+        heads: number of different rates.
+        keys: number of key heads, a multiple of `heads`.
+        depth, layers: of this layer, counted from 0, and number of layers.
     """
 
     BY_DEPTH = ("rates",)
 
-    def __init__(self, options: config.Model, depth: int, branches: int):
-        heads, kind = _heads_with_rates(options), options.attention.decay
-        kv_heads = options.kv_heads or options.heads
-        if kv_heads % heads:
-            raise ValueError(
-                f"model.attention.decay_heads {heads} must divide the {kv_heads} "
-                "key/value heads"
-            )
-        self.branches = branches * (kv_heads // heads)
+    def __init__(self, kind: str, heads: int, keys: int, depth: int, layers: int):
+        self.branches = keys // heads  # key heads that share one rate
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
             rates: Any = LOG_DECAYS[kind].rates
-            self.rates: Any = tuple(map(float, rates(heads, depth, options.depth)))
+            self.rates: Any = tuple(map(float, rates(heads, depth, layers)))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
         return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
@@ -126,41 +120,57 @@ class SoftplusDecay(nnx.Module):
 
 
 def decay_of(
-    options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
-) -> dict[str, Any]:
-    """Return {"decay": module}, which computes the log-decays of model.attention.decay.
+    options: config.Model,
+    depth: int,
+    sizes: Sizes,
+    rngs: nnx.Rngs,
+    *,
+    key: str = "decay",
+) -> nnx.Module:
+    """Return the module that computes the log-decays of a layer.
 
+    Args:
+        key: the key of model.attention that chooses them, decay or forget.
     Raises:
-        ValueError: decay_heads is set and the decays are not constants, or a noise key
-            belongs to several constants.
+        ValueError: decay_heads is set and model.attention.decay is no constant,
+            decay_heads do not divide the key/value heads, or a noise key belongs to
+            several constants.
     """
-    kind, head = options.attention.decay, (sizes.keys, sizes.head_size)
-    if options.attention.decay_heads and not has_rates(kind):
+    kind, head = getattr(options.attention, key), (sizes.keys, sizes.head_size)
+    decay_heads = options.attention.decay_heads
+    if key == "decay" and decay_heads and not has_rates(kind):
         raise ValueError(
-            f"model.attention.decay_heads {options.attention.decay_heads} needs "
-            f"constant decays, but model.attention.decay is {kind!r}"
+            f"model.attention.decay_heads {decay_heads} needs constant decays, but "
+            f"model.attention.decay is {kind!r}"
         )
     shared = {"dtype": jnp.dtype(options.dtype), "rngs": rngs}
     log_decay = LOG_DECAYS[kind]
     shape = head if log_decay.per == "channel" else head[:1]
     if log_decay.gate is not None:
-        return {"decay": GatedDecay(kind, options.width, shape, **shared)}
+        return GatedDecay(kind, options.width, shape, **shared)
     if kind in SOFTPLUS:
-        decay = SoftplusDecay(options.width, shape, sizes.value_size, **shared)
-        return {"decay": decay}
+        return SoftplusDecay(options.width, shape, sizes.value_size, **shared)
+    if not has_rates(kind):
+        return FixedDecay(kind, sizes.keys, sizes.keys, depth, options.depth)
+    heads = _heads_with_rates(options)
+    if sizes.kv_heads % heads:
+        raise ValueError(
+            f"model.attention.decay_heads {heads} must divide the {sizes.kv_heads} "
+            "key/value heads"
+        )
     if sizes.keys % sizes.kv_heads:
         raise ValueError(
-            f"model.attention.decay {kind!r} has a rate for each key/value head: with "
+            f"model.attention.{key} {kind!r} has a rate for each key/value head: with "
             f"model.attention.signals {options.attention.signals} give at most "
             f"model.kv_heads={sizes.keys - sizes.kv_heads}, the number of noise heads"
         )
-    return {"decay": FixedDecay(options, depth, sizes.keys // sizes.kv_heads)}
+    return FixedDecay(kind, heads, sizes.keys, depth, options.depth)
 
 
 def _weights(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    weights = decay_of(options, depth, sizes, rngs)
+    weights: dict[str, Any] = {"decay": decay_of(options, depth, sizes, rngs)}
     if options.attention.decay == "mamba2":
         weights["skip"] = nnx.Param(jnp.ones(sizes.heads))
     return weights

@@ -22,7 +22,7 @@ def _weights(
     weights = {"beta": Linear(options.width, sizes.keys, **shared)}
     if options.attention.decay == "none":
         return weights
-    return weights | decay_of(options, depth, sizes, rngs)
+    return weights | {"decay": decay_of(options, depth, sizes, rngs)}
 
 
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:

@@ -1,6 +1,5 @@
 """Weights of score mechanisms: forget gates, sinks and learned laws of length."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -33,9 +32,7 @@ def _weights(
                 f"model.attention.forget {chosen.forget!r} is a decay per channel: "
                 "scores take one per head"
             )
-        attention = dataclasses.replace(chosen, decay=chosen.forget)
-        gated = dataclasses.replace(options, attention=attention)
-        weights["forget"] = decay_of(gated, depth, sizes, rngs)["decay"]
+        weights["forget"] = decay_of(options, depth, sizes, rngs, key="forget")
     if chosen.sink:
         weights["sink"] = nnx.Param(jnp.zeros(sizes.head_groups))
     if chosen.length_scale == "learned":

@@ -193,8 +193,9 @@ def delta_causal(
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
             exchange the matrix by which their tokens change a state, [H H] per head.
     Raises:
-        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes; `state` or `return_state` together with axis_name.
+        ValueError: shapes that do not fit, a log-decay above 0, a mask that hides pairs
+            and not keys, or a state of other sizes; `state` or `return_state` together
+            with axis_name.
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
         (a decay per head); Kimi Team 2025, arXiv:2510.26692 (a decay per channel).
     """

@@ -147,9 +147,9 @@ def decay_causal(
 
     Args:
         log_decay: at most 0; [K] or [B or 1, T or 1, K] for one decay per head,
-            [B or 1, T or 1, K, H] for one per channel. −∞ clears the state. A value
-            above 0 makes the state grow; it is not refused, since values are not known
-            under `jax.jit`.
+            [B or 1, T or 1, K, H] for one per channel. −∞ clears the state. Values
+            that are traced, as under `jax.jit`, are not checked: above 0 they make the
+            state grow.
         mask: True = attend; it may only hide keys. A hidden token neither writes to the
             state nor decays it. Its own output is read from the state.
         chunk_size: tokens per chunk, best a power of two; accelerators round it up to a
@@ -157,8 +157,9 @@ def decay_causal(
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
     Raises:
-        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes; `state` or `return_state` together with axis_name.
+        ValueError: shapes that do not fit, a log-decay above 0, a mask that hides pairs
+            and not keys, or a state of other sizes; `state` or `return_state` together
+            with axis_name.
     Source: Sun et al. 2023, arXiv:2307.08621 (a constant per head); Qin et al. 2023,
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate per channel).
     """

@@ -233,7 +233,7 @@ def _keys_and_rows(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
         return mask, None
     keys, rows = (mask.any(axis=axis, keepdims=True) for axis in (2, 3))
     product = (mask == (keys & rows)).all(axis=(1, 2, 3))
-    is_concrete = not isinstance(mask, Tracer)
+    is_concrete = not isinstance(product, Tracer)
     if mask.shape[1] > 1 or (is_concrete and not product.all()):
         raise ValueError(
             f"attention_fn: a mask of {mechanism} may only hide keys, (batch, 1, 1, "

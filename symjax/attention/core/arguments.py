@@ -100,8 +100,30 @@ def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> 
     check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
-    if not 0 < value < math.inf:
+    # Under `jax.jit` a comparison of a concrete array of jax would be traced.
+    if not 0 < np.asarray(value) < math.inf:
         raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
+
+
+def check_log_decay(who: str, log_decay: Any) -> None:
+    """Raise unless the log-decays, unless traced, are at most 0; NaN passes.
+
+    Positive ones would make a state grow, and sums of them overflow. The check of an
+    array of jax is one reduction, for whose result the call waits.
+
+    Raises:
+        ValueError: a log-decay is above 0, naming the largest.
+    """
+    if log_decay is None or isinstance(log_decay, Tracer):
+        return
+    with jax.ensure_compile_time_eval():  # constants of a program under `jax.jit`
+        log_decay = jnp.asarray(log_decay)
+        largest = jnp.max(log_decay, initial=0, where=log_decay > 0)
+    if not isinstance(largest, Tracer) and float(largest) > 0:
+        raise ValueError(
+            f"{who}: log_decay must be at most 0, got {shown(log_decay)} with "
+            f"{float(largest):g}"
+        )
 
 
 def check_function(who: str, attend: Callable) -> None:

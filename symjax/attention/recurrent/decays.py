@@ -24,7 +24,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.core.arguments import as_array, check_arrays
+from symjax.attention.core.arguments import (
+    as_array,
+    check_arrays,
+    check_log_decay,
+)
 from symjax.attention.core.products import TILE, einsum, products
 from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle
@@ -67,11 +71,11 @@ def shared_or_per_token(
     the log-decay as an array [#B #T K F].
 
     Raises:
-        ValueError: the log-decay does not fit the keys.
+        ValueError: the log-decay does not fit the keys, or is known and above 0.
     """
     check_arrays(who, key=key)
     batch, length, heads, size = key.shape
-    log_decay = as_array(who, "log_decay", log_decay)
+    given, log_decay = log_decay, as_array(who, "log_decay", log_decay)
     given_shape = log_decay.shape
     if given_shape == (heads,):
         log_decay = log_decay[None, None]
@@ -83,6 +87,7 @@ def shared_or_per_token(
             f"{heads}], or the latter and {size} channels, for key {key.shape}, "
             f"got {given_shape}"
         )
+    check_log_decay(who, given)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
     constant = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1

@@ -14,6 +14,7 @@ from symjax.attention.core.arguments import (
     check_flag,
     check_heads,
     check_kind,
+    check_log_decay,
     check_number,
     device_count,
     shown,
@@ -71,6 +72,7 @@ class ScoreArguments:
         """
         self._check_types(who)
         self._check_shapes(who)
+        check_log_decay(who, self.log_decay)
         window = _checked_window(who, self.window)
         scale = self.scale
         if scale is None:

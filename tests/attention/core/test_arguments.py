@@ -286,6 +286,21 @@ WRONG = {
     "softmax: log_decay must broadcast to (": lambda: A.softmax(
         X, X, X, log_decay=TWO[None, None]
     ),
+    "decay_causal: log_decay must be at most 0, got an array of shape (3,) with 0.5": (
+        lambda: A.decay_causal(X, X, X, np.array([-0.5, 0.5, np.nan]))
+    ),
+    "decay_step: log_decay must be at most 0, .* with 1": lambda: A.decay_step(
+        A.decay_state(B, N, H, H), *[X[:, :1]] * 4
+    ),
+    "delta_causal: log_decay must be at most 0, .* with 1": lambda: A.delta_causal(
+        X, X, X, X[..., 0], X
+    ),
+    "matrix_function_causal: log_decay must be at most 0, .* with 1": lambda: (
+        A.matrix_function_causal(X, X, "exp", scale=0.1, log_decay=X[..., 0])
+    ),
+    "softmax: log_decay must be at most 0, .* with 1": lambda: A.softmax(
+        X, X, X, log_decay=jnp.asarray(X[..., 0])
+    ),
     "alibi_slopes: heads must be an int, got 'x'": lambda: A.alibi_slopes("x"),
     "alibi_slopes: heads must be at least 1, got 0": lambda: A.alibi_slopes(0),
     "alibi_bias: slopes must be an array, got None": lambda: A.alibi_bias(None, TWO),
@@ -312,6 +327,27 @@ def test_a_switch_that_is_traced_is_refused_and_later_calls_work():
     with pytest.raises(ValueError, match="softmax: mask_self must be True or False"):
         A.softmax(X, X, X, mask_self=jnp.array(True))
     np.testing.assert_array_equal(A.softmax(X, X, X, mask_self=True), wanted)
+
+
+def test_constants_of_a_program_are_checked_and_traced_values_are_not():
+    """Under `jax.jit`, and with a NaN, which is no log-decay above 0."""
+
+    def call(x, rates):
+        return A.decay_causal(x, x, x, rates)
+
+    low, high = jnp.full(N, -0.5), jnp.full(N, 0.5)
+    assert np.isfinite(jax.jit(call)(X, high)).all()
+    np.testing.assert_array_equal(jax.jit(lambda x: call(x, low))(X), call(X, low))
+    for known in (high, np.asarray(high)):
+        with pytest.raises(ValueError, match="log_decay must be at most 0"):
+            jax.jit(lambda x, known=known: call(x, known))(X)
+    assert np.isnan(call(X, np.array([np.nan, -1, -1]))).any()
+    scaled = jax.jit(
+        lambda x, scale: A.matrix_function_causal(x, x, "expm1", scale=scale)
+    )
+    wanted, scale = scaled(X, 0.1), jnp.float32(0.1)
+    inside = jax.jit(lambda x: A.matrix_function_causal(x, x, "expm1", scale=scale))
+    np.testing.assert_allclose(inside(X), wanted, rtol=1e-6)
 
 
 NONE, HIDDEN = X[:, :0], np.ones((B, 1, 1, 0), bool)

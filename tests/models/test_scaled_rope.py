@@ -96,6 +96,19 @@ def test_a_token_read_from_a_cache_is_turned_by_the_length_when_it_was_read():
     close(cache.key, np.concatenate(keys, axis=1))
 
 
+@pytest.mark.parametrize("symmetric", ["kv", "qkv"])
+def test_keys_made_from_cached_values_are_turned_by_the_length_of_each_step(symmetric):
+    """So a step of a layer is the last row of the text so far."""
+    layer = small("dynamic", {"symmetric": symmetric}).blocks[0].attention
+    count = 10
+    x = jax.random.normal(jax.random.key(1), (1, count, 32))
+    cache = layer.init_cache(1, count)
+    for place in range(count):
+        now = x[:, place : place + 1]
+        found, cache = layer.decode(now, cache, jnp.array([place]))
+    close(found, layer(x)[:, -1:])
+
+
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_documents_of_a_row_are_turned_as_if_alone(kind):
     lengths = 13, 2, 9  # of dynamic: longer and shorter than its original length

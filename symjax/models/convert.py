@@ -15,6 +15,7 @@ from flax import nnx
 
 from symjax import config
 from symjax.layers.parts.features import diagonal_blocks
+from symjax.layers.parts.part import repeat_heads
 from symjax.layers.parts.table import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build, parts
@@ -109,8 +110,8 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     """Return the weights of a `source` model for a `target` model.
 
     Exact conversions (the target computes the same function):
-    - more key/value heads, a multiple of the source's: each is repeated (constant
-      decays need attention.decay_heads);
+    - more key/value heads, a multiple of the source's: each is repeated, with its gates
+      and feature map (constant decays need attention.decay_heads);
     - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
     - values apart from shared ones (`symmetric` kv or qkv), and kv from qkv;
     - gated blocks of another length: the output layer is rescaled;
@@ -250,18 +251,25 @@ def _check_sizes(source: config.Model, target: config.Model) -> None:
     kv_heads = of_source.kv_heads
     if of_target.kv_heads % kv_heads == 0:
         kv_heads = of_target.kv_heads
-    for name, before, after in (
-        ("key/value heads", kv_heads, of_target.kv_heads),
-        ("value features a head", of_source.value_size, of_target.value_size),
+    for name, key, before, after in (
+        ("key/value heads", "kv_heads", kv_heads, of_target.kv_heads),
+        (
+            "value features a head",
+            "head_size",
+            of_source.value_size,
+            of_target.value_size,
+        ),
         (
             "hidden features",
+            "feedforward",
             source.feedforward or 4 * source.width,
             target.feedforward or 4 * target.width,
         ),
     ):
         if before != after:
             raise ValueError(
-                f"weights of a model with {before} {name} do not fit one with {after}"
+                f"weights of a model with {before} {name} do not fit one with {after} "
+                f"(model.{key})"
             )
 
 
@@ -293,7 +301,7 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
     if combined == ("none", "v1") and before.symmetric == "pairwise":
         layer["metric"] = diagonal_blocks(layer["metric"])
     if combined == ("none", "v2"):
-        twice = partial(_repeated, heads=target.heads, times=2)
+        twice = partial(repeat_heads, heads=target.heads, times=2)
         layer["query"] = jax.tree.map(twice, layer["query"])
         # values times 2, before any norm per head
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
@@ -309,15 +317,9 @@ def _ungrouped(layer: Params, before: int, after: int) -> Params:
     """
     if before == after:
         return dict(layer)
-    repeated = partial(_repeated, heads=before, times=after // before)
+    repeated = partial(repeat_heads, heads=before, times=after // before)
     grouped = ("key", "value", "key_convolution", "value_convolution")
     return layer | {x: jax.tree.map(repeated, layer[x]) for x in grouped if x in layer}
-
-
-def _repeated(x: jax.Array, heads: int, times: int) -> jax.Array:
-    """Repeat the outputs [… N·H] of each head `times` times, next to each other."""
-    split = x.reshape(*x.shape[:-1], heads, -1)
-    return jnp.repeat(split, times, axis=-2).reshape(*x.shape[:-1], -1)
 
 
 def _overlay(fresh: Params, params: Params, prefix: str) -> Params:

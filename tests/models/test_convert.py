@@ -143,6 +143,33 @@ def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch
     np.testing.assert_array_equal(rates(x), np.repeat(own(x), 2, axis=-1))
 
 
+@pytest.mark.parametrize(
+    ("source", "differential"),
+    [
+        (model(forget="fox"), "v1"),
+        (model(forget="mamba2"), "none"),
+        (model(mechanism="decay", decay="gated"), "v1"),
+        (model(mechanism="delta", decay="kda"), "none"),
+        (learned("t2r"), "v1"),
+    ],
+    ids=["fox", "mamba2", "gated", "delta", "t2r"],
+)
+def test_more_heads_repeat_gates_and_feature_maps(source, differential):
+    """Each key head of the target has the gate of the head that it repeats."""
+    chosen = replace(source.attention, differential=differential)
+    source = replace(source, attention=chosen, heads=4, kv_heads=2, head_size=6)
+    source = replace(source, depth=1)
+    before, after, *_ = converted(source, replace(source, kv_heads=4))
+    np.testing.assert_allclose(after, before, atol=2e-5 * abs(before).max())
+
+
+def test_fewer_heads_are_refused_by_the_name_of_their_key():
+    source = replace(model(forget="fox"), heads=4, kv_heads=4, head_size=6)
+    line = r"4 key/value heads do not fit one with 2 \(model.kv_heads\)"
+    with pytest.raises(ValueError, match=line):
+        convert(weights(source), source, replace(source, kv_heads=2))
+
+
 def test_constant_forget_gates_keep_their_heads():
     def grouped(kv_heads):
         chosen = model(forget="retention")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from symjax import config
 from symjax.attention.gated_linear import LOG_DECAYS
-from symjax.layers.parts.part import Part, Sizes
+from symjax.layers.parts.part import Part, Sizes, repeat_key_heads
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
@@ -199,17 +199,34 @@ def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
     return mixed + layer.skip[...].astype(value.dtype)[None, None, :, None] * value
 
 
+def gate_of_key_heads(
+    gate: dict[str, Any], source: config.Model, target: config.Model
+) -> dict[str, Any]:
+    """Return the weights of a gate whose key heads the target has several times.
+
+    All heads share the map `down`.
+    """
+    repeated = repeat_key_heads(
+        {name: x for name, x in gate.items() if name != "down"}, source, target
+    )
+    return gate | repeated
+
+
 def decay_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
     """Return the decay weights of a layer of the target.
 
-    Decays of another kind start fresh. For differential V1 from one map, both branches
-    of a head get the decay of the head.
+    Decays of another kind start fresh. Key heads that the target has several times keep
+    their decay. For differential V1 from one map, both branches of a head get the decay
+    of the head.
     """
     before, after = source.attention, target.attention
     if before.decay != after.decay:
         return {x: y for x, y in weights.items() if x not in ("decay", "skip")}
+    if "decay" in weights:
+        repeated = gate_of_key_heads(weights["decay"], source, target)
+        weights = weights | {"decay": repeated}
     combined = before.differential, after.differential
     if combined == ("none", "v2") and "skip" in weights:
         return weights | {"skip": weights["skip"] / 2}  # values become twice as large

@@ -10,7 +10,12 @@ from jaxtyping import Array
 
 from symjax import config
 from symjax.layers.parts.decays import DECAY, decay_converted, decay_of
-from symjax.layers.parts.part import Part, Sizes, recurrence_flops
+from symjax.layers.parts.part import (
+    Part,
+    Sizes,
+    recurrence_flops,
+    repeat_key_heads,
+)
 from symjax.layers.primitives import Linear, unit_length
 from symjax.layers.sharded import Operand
 
@@ -56,12 +61,17 @@ def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
 def _converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Give both branches of a head its β and its decay, for V1 from one map."""
+    """Return the weights of a layer of the target.
+
+    Key heads that the target has several times keep their β and decay. For differential
+    V1 from one map, both branches of a head get the β and the decay of the head.
+    """
     weights = decay_converted(weights, source, target)
+    beta = repeat_key_heads(weights["beta"], source, target)
     combined = source.attention.differential, target.attention.differential
     if combined != ("none", "v1"):
-        return weights
-    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), weights["beta"])
+        return weights | {"beta": beta}
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), beta)
     return weights | {"beta": twice}
 
 

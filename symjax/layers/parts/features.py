@@ -19,6 +19,7 @@ from symjax.layers.parts.part import (
     Sizes,
     named_options,
     recurrence_flops,
+    repeat_key_heads,
 )
 from symjax.layers.sharded import Operand
 
@@ -113,6 +114,7 @@ def _maps_converted(
     if before.features != after.features:
         return rest
     maps = {name: weights[name] for name in MAPS}
+    maps["key_map"] = repeat_key_heads(maps["key_map"], source, target, axis=0)
     if (before.differential, after.differential) == ("none", "v1"):
         maps = jax.tree.map(_halved, maps)
     elif (before.differential, after.differential) == ("none", "v2"):

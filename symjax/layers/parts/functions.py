@@ -9,7 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 from symjax import config
 from symjax.attention.recurrent.power_series import TERMS
-from symjax.layers.parts.part import Part, Sizes, named_options, recurrence_flops
+from symjax.layers.parts.part import (
+    Part,
+    Sizes,
+    named_options,
+    recurrence_flops,
+    repeat_key_heads,
+)
 from symjax.layers.primitives import unit_length
 from symjax.layers.sharded import Operand
 
@@ -97,11 +103,8 @@ def _mesa_converted(
 
     For differential maps from one map, each branch keeps the ridges of its channels.
     """
-    before, after = (x.kv_heads or x.heads for x in (source, target))
-    if before == after:
-        return weights
-    ridge = weights["ridge"].reshape(before, -1)
-    return weights | {"ridge": jnp.repeat(ridge, after // before, axis=0).ravel()}
+    ridge = repeat_key_heads(weights["ridge"], source, target)
+    return weights | {"ridge": ridge}
 
 
 MATRIX_FUNCTION = Part(

@@ -8,10 +8,14 @@ instead of asking for a mechanism by name. Two functions do ask for a name:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
+from jaxtyping import Array
 
 from symjax import attention, config
 
@@ -53,6 +57,28 @@ class Sizes(NamedTuple):
     def with_pairs(self) -> "Sizes":
         """Return the sizes with a noise head for each signal head."""
         return self._replace(queries=2 * self.heads, keys=2 * self.kv_heads)
+
+
+def repeat_heads(x: Array, heads: int, times: int, axis: int = -1) -> Array:
+    """Repeat the entries of each head along an axis, next to each other.
+
+    Args:
+        heads: number of heads of the axis [heads · entries].
+    """
+    before, after = x.shape[:axis], x.shape[axis:][1:]
+    repeated = jnp.repeat(x.reshape(*before, heads, -1, *after), times, len(before))
+    return repeated.reshape(*before, -1, *after)
+
+
+def repeat_key_heads(
+    weights: Any, source: config.Model, target: config.Model, axis: int = -1
+) -> Any:
+    """Repeat the entries of each key/value head as often as the target has the head."""
+    before, after = (x.kv_heads or x.heads for x in (source, target))
+    if before == after:
+        return weights
+    repeated = partial(repeat_heads, heads=before, times=after // before, axis=axis)
+    return jax.tree.map(repeated, weights)
 
 
 def named_options(options: config.Model, mechanism: str) -> dict[str, Any]:

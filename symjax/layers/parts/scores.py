@@ -11,7 +11,7 @@ from jaxtyping import Array
 from symjax import config
 from symjax.attention.core.lengths import LAWS
 from symjax.attention.gated_linear import LOG_DECAYS
-from symjax.layers.parts.decays import decay_of, has_rates
+from symjax.layers.parts.decays import decay_of, gate_of_key_heads, has_rates
 from symjax.layers.parts.part import Part, Sizes, named_options
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
@@ -85,12 +85,15 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Gates of another kind start fresh. For differential V1 from one map, both branches
-    of a head get its gate.
+    Gates of another kind start fresh. Key heads that the target has several times keep
+    their gate. For differential V1 from one map, both branches of a head get its gate.
     """
     before, after = source.attention, target.attention
     if before.forget != after.forget:
         weights = {name: x for name, x in weights.items() if name != "forget"}
+    if "forget" in weights:
+        repeated = gate_of_key_heads(weights["forget"], source, target)
+        weights = weights | {"forget": repeated}
     combined = before.differential, after.differential
     if combined in (("none", "v1"), ("none", "v2")) and "length_factor" in weights:
         factor = jnp.repeat(weights["length_factor"], 2)

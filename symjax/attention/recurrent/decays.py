@@ -87,7 +87,7 @@ def shared_or_per_token(
             f"{heads}], or the latter and {size} channels, for key {key.shape}, "
             f"got {given_shape}"
         )
-    check_log_decay(who, given)
+    check_log_decay(who, given if hasattr(given, "shape") else log_decay)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
     constant = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from symjax import attention as A
 
@@ -327,6 +328,23 @@ def test_a_switch_that_is_traced_is_refused_and_later_calls_work():
     with pytest.raises(ValueError, match="softmax: mask_self must be True or False"):
         A.softmax(X, X, X, mask_self=jnp.array(True))
     np.testing.assert_array_equal(A.softmax(X, X, X, mask_self=True), wanted)
+
+
+@pytest.mark.parametrize("outer", [lambda run: run, jax.jit], ids=["eager", "jit"])
+def test_constants_of_a_shard_map_are_checked(outer):
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    split = {"in_specs": P("data"), "out_specs": P("data"), "mesh": mesh}
+
+    def run(rates):
+        def call(x):
+            return A.decay_causal(x, x, x, rates)
+
+        return outer(jax.shard_map(call, **split, check_vma=False))(X)
+
+    low = jnp.full(N, -0.5, jnp.bfloat16)
+    np.testing.assert_allclose(run(low), A.decay_causal(X, X, X, low), rtol=1e-6)
+    with pytest.raises(ValueError, match="log_decay must be at most 0, .* with 0.5"):
+        run(-low)
 
 
 def test_constants_of_a_program_are_checked_and_traced_values_are_not():

@@ -85,7 +85,7 @@ def matrix_function_causal(
             change in all directions at every token. Not with normalise "l2".
         mask: True = attend; it may only hide keys.
         state: from `matrix_function_state`, `matrix_function_step` or an earlier call
-            with the same function and scale.
+            with the same function, alpha and scale.
         chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`. Devices
             also exchange matrices [H H].
     Raises:

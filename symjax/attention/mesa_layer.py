@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -108,6 +109,8 @@ def mesa_step(
 
     Time O(H² + H V).
 
+    Args:
+        state: from `mesa_state` or an earlier call with the same ridge.
     Raises:
         ValueError: as `mesa_causal`; more than one token.
     """
@@ -155,7 +158,7 @@ def _over_root_of_ridge(
         check_positive(who, "ridge", ridge)
         return query * ridge**-0.5, key * ridge**-0.5
     ridge = as_array(who, "ridge", ridge)
-    if not isinstance(ridge, Tracer) and not (ridge > 0).all():
+    if not isinstance(ridge, Tracer) and not (np.asarray(ridge) > 0).all():
         raise ValueError(f"{who}: ridge must be positive, got {ridge}")
     if ridge.shape not in ((), (heads,), (heads, size)):
         raise ValueError(

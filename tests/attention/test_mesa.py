@@ -131,6 +131,12 @@ def test_a_ridge_may_be_a_number_per_head_or_channel(shape):
         close(mesa_causal(*single, ridge=float(ridge)), wanted, 3e-6)
 
 
+def test_a_ridge_may_be_a_constant_of_a_compiled_function():
+    arrays, ridge = [x.astype(np.float32) for x in inputs(3)], jnp.full(K, 0.7)
+    found = jax.jit(lambda *arrays: mesa_causal(*arrays, ridge=ridge))(*arrays)
+    close(found, mesa_causal(*arrays, ridge=0.7), 1e-6)
+
+
 def test_a_small_ridge_recalls_every_value():
     """The regression through H independent keys has no error. The delta rule, which
     changes the state by one key at a time, has one."""

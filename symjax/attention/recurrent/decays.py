@@ -24,11 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from symjax.attention.core.arguments import (
-    as_array,
-    check_arrays,
-    check_log_decay,
-)
+from symjax.attention.core.arguments import as_array, check_arrays, check_log_decay
 from symjax.attention.core.products import TILE, einsum, products
 from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle

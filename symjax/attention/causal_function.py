@@ -14,8 +14,9 @@ g(μ) = (f(μ) − f(0))/μ,
     out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
 
 so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is the
-error of a ridge regression (`symjax.attention.mesa_layer`). The other functions are
-power series (`symjax.attention.recurrent.power_series`).
+error of a ridge regression (`symjax.attention.mesa_layer`), and its state has W and F
+instead of M and S (`symjax.attention.recurrent.ridge`). The other functions are
+power series, and ones_plus is one pass (`symjax.attention.recurrent.power_series`).
 """
 
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ def matrix_function_causal(
     last row of f(A_t), are those of `matrix_function`.
 
     Time O(T (H (H + V) + chunk_size (H + V))) times the terms of the function: one for
-    resolvents, the degree of a polynomial, 64 for exp and expm1. Sums run in float32 at
+    resolvents and ones_plus, the degree of a polynomial, 64 for exp and expm1.
+    Resolvents also take O(T chunk_size²). Sums run in float32 at
     least. The backward pass saves one state per chunk. A hidden token changes no other
     row, and its own row is zero.
 
@@ -92,8 +94,8 @@ def matrix_function_causal(
         ValueError: shapes that do not fit; an unknown function; alpha without a
             resolvent; log_decay with one; a mask that hides pairs; a state of other
             sizes; `state` or `return_state` together with axis_name.
-    Source: this library. The resolvent with α < 0 is a Mesa layer (von Oswald et al.
-        2025, arXiv:2506.05233) with keys equal to queries.
+    Source: this library. The values minus the resolvent with α < 0 are the Mesa layer
+        (von Oswald et al. 2025, arXiv:2506.05233) with keys equal to queries.
     """
     who = "matrix_function_causal"
     _check(who, query, value, scale)
@@ -131,7 +133,7 @@ def matrix_function_step(
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
     """Return the output for one more token of `matrix_function_causal`, and the state.
 
-    Time O(H² + H V) for resolvents, by the formula of Sherman and Morrison, and
+    Time O(H² + H V) for resolvents, by Potter's formula (`recurrent.ridge`), and
     O(H² + H V) per term of the other functions.
 
     Raises:

@@ -208,7 +208,7 @@ MECHANISMS = {
         grouped=False,
         lengths=False,
         keys=False,
-        time="T H (H + V)",
+        time="T (H (H + V) + C (H + V + C))",
         memory="H (H + V)",
     ),
     "mesa": Mechanism(

@@ -10,8 +10,9 @@
 
 `mesa_causal` reads the past, chunk by chunk, and `mesa_step` adds one token to a state.
 
-The recurrence is in `symjax.attention.recurrent.ridge`. With keys equal to queries it
-is a causal function of QQᵀ, the resolvent (`symjax.attention.causal_function`).
+The recurrence is in `symjax.attention.recurrent.ridge`. With keys equal to queries, the
+values minus the output are a causal function of QQᵀ, the resolvent
+(`symjax.attention.causal_function`).
 """
 
 from typing import Any

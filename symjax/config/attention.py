@@ -112,7 +112,9 @@ class Attention(Keys):
         decays,
     )
     sink: bool = key(
-        False, "one learned logit per head in the denominator of a row of scores"
+        False,
+        "one learned logit per head in the denominator of a row of scores; not with "
+        "softpick",
     )
     mask_self: bool = key(False, "hide a token from itself unless it sees nothing else")
     query_key_norm: bool = key(False, "RMSNorm of every query and key head")

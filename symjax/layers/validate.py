@@ -190,6 +190,11 @@ def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
             f"model.attention.key_norm {chosen.key_norm!r} needs symmetric keys, but "
             f"model.attention.symmetric is {chosen.symmetric!r}"
         )
+    if chosen.sink and "softpick" in names:
+        raise ValueError(
+            "model.attention.sink True is not possible with model.attention.mechanism "
+            "'softpick', whose rows may have the sum 0 without a sink"
+        )
     if chosen.symmetric_initial:
         _check_copied(options)
     _check_differential(options, names)

@@ -106,6 +106,13 @@ def test_the_figures_of_the_page(x64):
     divided = weights("exp", normalise="l2", **options)
     np.testing.assert_allclose(np.diag(divided).mean(), 0.92, atol=0.006)
     assert np.abs(weights("ones_plus", scale=0.25) - 1).max() < 2e-4
+    largest = np.abs(weights("ones_plus", scale=least) - 1).max()
+    np.testing.assert_allclose(largest, 0.033, atol=5e-4)
+    causal = attention.matrix_function_causal
+    rows = np.asarray(causal(query, identity, "ones_plus", scale=least))[0, :, 0]
+    early, last = rows[31, :32], rows[255]
+    np.testing.assert_allclose([early.min(), early.max()], [0.73, 1.41], atol=0.006)
+    assert last.min() > 0.99 and last.max() < 1.01
 
 
 def test_a_call_outside_jit_compiles_once(compilations):

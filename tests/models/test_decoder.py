@@ -404,6 +404,15 @@ def test_tied_embeddings_share_one_table():
         ({"features": "relu"}, "softmax has no such option"),
         ({"mechanism": "gau", "implementation": "tpu"}, "gau takes rows or whole"),
         ({"mechanism": "linear", "sink": True}, "linear has no such option"),
+        (
+            {"mechanism": "softpick", "sink": True},
+            "model.attention.sink True is not possible with model.attention.mechanism "
+            "'softpick'",
+        ),
+        (
+            {"pattern": ("softmax", "softpick"), "sink": True},
+            "model.attention.sink True is not possible",
+        ),
         ({"forget": "gated"}, "model.attention.forget 'gated' is a decay per channel"),
         ({"length_scale": "learned"}, "'learned' needs model.attention.length_base"),
         ({"length_scale": "floor", "length_base": 4}, "'floor' replaces model.attenti"),

@@ -43,6 +43,7 @@ MODELS = {
     # The difference, and its controls.
     "differential": "differential=v1",
     "differential_v2": "differential=v2",
+    "differential_wide": "differential=v1 model.head_size=32",  # branches of 32
     "grouped": "differential=v1 signals=4",
     "no_head_norm": "differential=v1 head_norm=false",
     "lambda_0.5": "differential=v1 lambda_initial=0.5",
@@ -79,6 +80,20 @@ MODELS = {
     "distance": "length_scale=distance",
     "entmax": "mechanism=entmax15",
     "adaptive_entmax": "mechanism=entmax15 length_scale=adaptive",
+    # Keys smaller than values.
+    "keys_4": "key_size=4",
+    "keys_8": "key_size=8",
+    "keys_16": "key_size=16",
+    # Sizes of a model.
+    "softmax_64": "model.width=64",
+    "softmax_96": "model.width=96",
+    "softmax_192": "model.width=192",
+    "differential_64": "model.width=64 differential=v1",
+    "differential_96": "model.width=96 differential=v1",
+    "differential_192": "model.width=192 differential=v1",
+    # Rates of the study.
+    "rate_constant": "optimizer.learning_rate=3e-4 optimizer.final=1",
+    "rate_falls": "optimizer.learning_rate=3e-4 optimizer.final=0.1",
 }
 
 
@@ -133,7 +148,10 @@ QUESTIONS = {
             "differential_symmetric",
             "spectrum,noise,outliers,entropy,self_share,support,gradients",
         ),
-        "needle": Part("softmax differential differential_v2 gate", "needle,noise"),
+        "needle": Part(
+            "softmax differential differential_wide differential_v2 gate",
+            "needle,noise",
+        ),
     },
     "norm": {
         "text": Part("differential no_head_norm lambda_0.5 lambda_0.8", "lambda"),
@@ -165,6 +183,17 @@ QUESTIONS = {
         "text": Part(LAWS, "entropy,length"),
         "sets": Part(LAWS, "sets"),
     },
+    "keys": {
+        "text": Part("softmax keys_16 keys_8 keys_4"),
+        "mqar": Part("softmax keys_16 keys_8 keys_4", "mqar"),
+    },
+    "size": {
+        "text": Part(
+            "softmax softmax_64 softmax_96 softmax_192 differential differential_64 "
+            "differential_96 differential_192"
+        ),
+    },
+    "rate": {"text": Part("rate_constant rate_falls")},
 }
 
 
@@ -224,7 +253,7 @@ def answer(
 def words_of(task: str, model: str, text: Path | None) -> list[str]:
     """Return the words of train.py for a model on a task."""
     keys = [
-        x if x.startswith("model.") else f"model.attention.{x}"
+        x if x.startswith(("model.", "optimizer.")) else f"model.attention.{x}"
         for x in MODELS[model].split()
     ]
     keys = TASKS[task].keys.split() + keys

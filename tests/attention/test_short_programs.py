@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from symjax.attention.core.devices import lowered_for
+
 LIMITS = {  # lines of StableHLO of the gradient at [1, 1024, 8, 64]
     "softmax": 450,
     "differential": 800,
@@ -31,3 +33,16 @@ def test_the_gradient_is_a_short_program(name, monkeypatch):
     device = np.array(jax.devices()[:1])
     with jax.set_mesh(jax.sharding.Mesh(device, ("device",))):
         assert first_call.lines(name) <= LIMITS[name]
+
+
+@pytest.mark.parametrize("name", ["sparsemax", "entmax15"])
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_gradient_is_a_short_program_on_accelerators(name, platform, monkeypatch):
+    """Row blocks of a few key lengths: eight would take three times as many lines."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import first_call
+
+    graded, arrays = first_call.gradient(name)
+    with lowered_for(platform):
+        program = graded.trace(*arrays).lower(lowering_platforms=(platform,))
+    assert program.as_text().count("\n") <= 1_100

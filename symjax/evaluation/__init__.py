@@ -1,14 +1,15 @@
 """Evaluation of a checkpoint: the tasks of `eval.py`, and the forms of their results.
 
 `python eval.py --workdir RUN --tasks noise,rank` runs `programs/evaluate.py`, which
-loads the checkpoint once, runs one task after another and writes what was asked for:
+loads the checkpoint once, runs one task after another, prints the results and writes
+the files that flags name:
 
     loading.py        load(workdir) → LoadedRun: the model with its configuration and
                       its examples
     tasks.py          TASKS: the name of each task and the function that measures it
-    measures/         these functions, by subject; `measures/__init__.py` lists them
+    measures/         the functions of the tasks, listed in `measures/__init__.py`
     results.py        Options (the flags of eval.py that tasks read), and Result (what a
-                      task returns: values for JSON, lines, tables and figures)
+                      task returns: values for JSON, lines of text, tables, figures)
     headlines.py      the few numbers of a task that a comparison of runs shows
     report.py         a Result as printed text, JSON, CSV, PNG or HTML
     overview.py       the first part of the HTML page: run, configuration, data, loss

@@ -17,7 +17,7 @@ from symjax.exchange.continued import texts
 from symjax.exchange.scores import scores
 from symjax.models.build import decoder_of
 
-MAX_TOKENS = 256  # of an answer, if the task sets no limit
+MAX_TOKENS = 256  # the most tokens of an answer, if the task sets no limit
 SUPPORTED = "do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"
 WITHOUT_EFFECT = "use_cache", "pad_token_id"  # they cannot change an answer
 # Options that are off at the value 1. All others are off at 0.
@@ -41,19 +41,20 @@ class HarnessModel(TemplateLM):
     """The three request types of the harness, answered by a symjax decoder.
 
     Long inputs: if a context and its continuation exceed the model's length, the
-    context is cut on the left. A continuation longer than that length is scored in
-    windows of that length. Before a generated answer the context keeps at least half of
-    the length. Whole texts are scored in the same windows. The last window overlaps the
-    one before it and is as long as the others, so a text of several windows has smaller
-    losses than by `Loaded.losses`.
+    context is cut on the left. A continuation longer than the model's length is scored
+    in windows of that length, and so is a whole text. The last window is as long as the
+    others and overlaps the one before it. Its tokens therefore have more context than
+    in `Loaded.losses`, whose last window is shorter. In generation, a context is cut to
+    leave room for the answer, but keeps at least half of the model's length.
 
     Empty contexts: a text without a context is scored after the token that preceded
     documents in training. If the model has learned no such token, the first token of
     the text is left out of the sums, and one line on stderr says so.
 
-    Generation: answers end at the end of the document. Each sampled answer has random
-    draws of its own, which another run repeats. Options of generation that symjax does
-    not have are ignored, and each is named once on stderr.
+    Generation: answers end at the end of the document. Each sampled answer has its own
+    random key, and another run draws the same keys. Options of generation that symjax
+    does not support are ignored. Those that could change an answer are named once on
+    stderr.
 
     Args:
         loaded: a decoder with a tokenizer.
@@ -70,11 +71,11 @@ class HarnessModel(TemplateLM):
         self.delimiters = loaded.delimiters
         self.answer_numbers = itertools.count()  # folded into the random keys
         self.warned_first_tokens = False
-        self.ignored: set[str] = set()  # options of generation that were named so far
+        self.ignored: set[str] = set()  # ignored options that stderr has named
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a document; −1 if the model has none."""
+        """Token id of the end of a document; −1 if the model has none."""
         return -1 if self.delimiters.end is None else self.delimiters.end
 
     def tok_encode(
@@ -82,8 +83,8 @@ class HarnessModel(TemplateLM):
     ) -> list[int]:
         """Return the token ids of a string.
 
-        They follow the token that begins every document (data.bos), if the model has
-        learned one and `add_special_tokens` is not False.
+        If all documents of training began with a token (data.bos), the ids begin with
+        that token, unless `add_special_tokens` is False.
         """
         ids = self.text_tokenizer.encode(string)
         if self.delimiters.every and add_special_tokens is not False:
@@ -162,8 +163,8 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return Σ log p of each whole text.
 
-        Every token is scored once, in the windows of lm_eval: conditioned on at most as
-        many tokens as the model's length.
+        Every token is scored once. At most `model.length` tokens before it are its
+        context.
         """
         tokens = (self.tok_encode(*x.args, add_special_tokens=False) for x in requests)
         encoded = [(None, *self._split_without_context(ids)) for ids in tokens]
@@ -209,7 +210,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _warn_of_ignored(self, options: dict[str, Any]) -> None:
-        """Name each option once that could change an answer and that symjax lacks."""
+        """Print options that symjax ignores and that could change an answer, once."""
         ignored = [
             f"{name}={value!r}"
             for name, value in normalize_gen_kwargs(options, MAX_TOKENS).items()
@@ -224,6 +225,8 @@ class HarnessModel(TemplateLM):
 
     def _context(self, text: str, count: int) -> np.ndarray:
         """Return token ids of a context, cut on the left to leave room for an answer.
+
+        At least half of the model's length is left to the context.
 
         Args:
             count: the most tokens of the answer.
@@ -247,7 +250,7 @@ def _arguments(requests: list[Instance]) -> list[Any]:
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Read the options of a request by the names and rules of lm_eval."""
+    """Return the options of a request, with the defaults of lm_eval."""
     chosen: dict[str, Any] = {**normalize_gen_kwargs(options, MAX_TOKENS)}
     return Sampling(
         int(chosen["max_gen_toks"]),

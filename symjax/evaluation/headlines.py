@@ -1,8 +1,8 @@
 """Headline numbers of the evaluation tasks, for tables of several runs.
 
-A task measures many numbers by layer, length or depth. `HEADLINES` says which few of
-them stand for the task when runs are compared: means over layers and windows, unless a
-label says otherwise. Tasks that only show text or pictures have none.
+A task measures many numbers by layer, length or depth. `HEADLINES` chooses a few of
+them for the comparison of runs. They are means over layers and windows, unless a label
+says otherwise. Tasks that only show text or pictures have none.
 """
 
 import statistics
@@ -24,7 +24,7 @@ def headlines(task: str, result: Result) -> Headlines:
 
 
 def _mean(rows: Iterable[Any], key: str) -> float | None:
-    """Return the mean of a key of rows; None if no row has a number there."""
+    """Return the mean of row[key] over the rows that have it; None if none has."""
     known = [row[key] for row in rows if row.get(key) is not None]
     return statistics.mean(known) if known else None
 
@@ -42,9 +42,10 @@ def _lambda(result: Result) -> Headlines:
 
 
 def _accuracy(name: str) -> Callable[[Result], Headlines]:
-    """Return the headlines of a generated task with rows of accuracies.
+    """Return the function that reads the headlines of a generated task.
 
-    They are the mean of the rows, and the last row, which is the most difficult one.
+    The headlines are the mean accuracy of the rows, and the accuracy of the last row,
+    which has the most difficult examples.
     """
 
     def read(result: Result) -> Headlines:
@@ -61,7 +62,7 @@ def _needle(result: Result) -> Headlines:
 
 
 def _sets(result: Result) -> Headlines:
-    """Return the accuracies of the last row, which has the most samples."""
+    """Return the accuracies for the largest number of samples, the last row."""
     row = result.values["sets"][-1]
     return {
         f"majority of {row['samples']} {x}": row[x] for x in ("as drawn", "in order")
@@ -75,7 +76,7 @@ def _order(result: Result) -> Headlines:
 
 
 def _length(result: Result) -> Headlines:
-    """Return the losses of the model as trained, by the tokens of a window."""
+    """Return the loss at each window length, with the log-n scaling of training."""
     found = {}
     for tokens, variants in result.values["length"].items():
         name = next(x for x in ("trained", "off", "none") if x in variants)
@@ -89,7 +90,7 @@ def _position(result: Result) -> Headlines:
 
 
 def _noise(result: Result) -> Headlines:
-    """Return the shares of the map A that a layer uses, without those of branches."""
+    """Return the shares of the map A of each layer; those of branches are left out."""
     rows = [row for row in result.values["noise"] if row["map"] == "A"]
     return {f"share on the {x}": _mean(rows, x) for x in ("answer", "context")}
 
@@ -113,7 +114,7 @@ def _entropy(result: Result) -> Headlines:
 
 
 def _support(result: Result) -> Headlines:
-    """Return the sparse share, and the sparsity of the map A that a layer uses."""
+    """Return the share of keys with a weight, and the sparsity of the map A."""
     maps = [row for row in result.values["sparsity"] if row["map"] == "A"]
     return {
         "share of keys with a weight": _mean(result.values["support"], "share"),
@@ -123,14 +124,14 @@ def _support(result: Result) -> Headlines:
 
 
 def _rank(result: Result) -> Headlines:
-    """Return the effective rank of the map that a layer uses."""
-    maps = {row["layer"]: row for row in result.values["rank"]}  # its last row
+    """Return the effective rank of the map of a layer: A, or A₁ − λA₂."""
+    maps = {row["layer"]: row for row in result.values["rank"]}  # the last row of each
     return {"effective rank of the map": _mean(maps.values(), "effective")}
 
 
 def _spectrum(result: Result) -> Headlines:
-    """Return σ₁/σ₂ of the map that a layer uses, the mean error of the chains, and
-    numbers of the last layer's tokens."""
+    """Return σ₁/σ₂ of the map A or A₁ − λA₂, the similarity of the tokens after the
+    last layer, and the mean error of detailed balance."""
     found = result.values["spectrum"]
     tokens, chains = found["tokens"], found["chains"]
     maps = [x for x in found["matrices"] if x["matrix"] in ("A", "A₁ − λA₂")]
@@ -158,9 +159,9 @@ def _outliers(result: Result) -> Headlines:
 
 
 def _approximation(result: Result) -> Headlines:
-    """Return the errors of the layers' own features, and the least of random ones.
+    """Return the errors of the layers' own features, and the least of random features.
 
-    The first two are None if no layer uses features.
+    Errors of own features are None if no layer uses features.
     """
     found = result.values["approximation"]
     errors = {f"error of own {x}": _mean(found["own"], x) for x in ("map", "output")}
@@ -174,7 +175,7 @@ def _gradients(result: Result) -> Headlines:
 
 
 def _speed(result: Result) -> Headlines:
-    """Return the speeds at the longest length, which is the last of each work."""
+    """Return the speed of each work at the longest length, its last row."""
     columns, rows = result.tables[0].columns, result.tables[0].rows
     work, ratio = columns.index("work"), columns.index("÷ softmax")
     return {f"{row[work]} ÷ softmax": row[ratio] for row in rows}  # pyright: ignore

@@ -82,18 +82,19 @@ def load(
 ) -> LoadedRun:
     """Load a checkpoint of a workdir: the newest undamaged one by default.
 
-    The workdir is read and not written. The checkpoint of a decoder contains its
-    tokenizer, so the workdir's folder `data` is needed only for held-out text.
+    The workdir is read and not written. The examples come from its folder `data`. A
+    decoder of text can be loaded without this folder, since its checkpoint contains the
+    tokenizer, but then has no held-out text.
 
     Args:
         step: load the checkpoint of this step.
         best: load the kept checkpoint with the least held-out loss.
         ema: load the average of the weights that optimizer.ema kept.
-        text: replaces the held-out text.
+        text: a text that replaces the held-out text.
     Raises:
-        ValueError: there is no such run or checkpoint, it is damaged, or it has no
-            averaged weights; or `text` is given for a model that was not trained on
-            text.
+        ValueError: there is no such run or checkpoint; the checkpoint is damaged or has
+            no averaged weights; the folder `data` is missing; or `text` is given for a
+            model that is no decoder of text.
     """
     use_compile_cache()
     workdir = resolve(workdir)
@@ -121,7 +122,8 @@ def _examples(
 ) -> Examples:
     """Open the examples in the folder `data`, or encode `text` by the run's tokenizer.
 
-    Without the folder and without a text, a decoder can still continue a prompt.
+    For a decoder of text the folder may be missing. If `text` is None too, there is no
+    held-out text, but the model can continue a prompt.
     """
     folder, described = data_folder(workdir), meta.get("examples")
     if (folder / MANIFEST).is_file():

@@ -13,7 +13,7 @@ from symjax.monitor.metrics import rows_of
 
 
 def overview(run: LoadedRun) -> dict[str, Result]:
-    """Return results by heading, the loss curve only if the workdir has its numbers."""
+    """Return results by heading; a loss curve only if the workdir has logged losses."""
     parts = {"run": _run(run), "configuration": _configuration(run.config)}
     parts |= {"data": _data(run)}
     if (figure := loss_curve(rows_of(run.workdir), run.examples.unit)) is not None:
@@ -38,7 +38,8 @@ def _run(run: LoadedRun) -> Result:
 
 
 def _configuration(chosen: Config) -> Result:
-    """Return the keys whose values differ from their defaults."""
+    """Return the steps, the keys that differ from their defaults, and all options that
+    the mechanisms of the model declare."""
     groups = chosen, Config(steps=chosen.steps)
     rows = [("steps", _value_text(chosen.steps), "")]
     for name, _, _ in validation.fields():
@@ -50,14 +51,15 @@ def _configuration(chosen: Config) -> Result:
         key = f"model.attention.options.{name}"
         rows.append((key, _value_text(value), _value_text(option.default)))
     columns = ("key", "value", "default")
-    text = ["keys that differ from their defaults"]
+    text = ["steps, keys that differ from their defaults, options of mechanisms"]
     return Result({}, text, (Table("configuration", columns, rows),))
 
 
 def _data(run: LoadedRun) -> Result:
     """Return the sizes and hash of the run's data, and those of a text of --text.
 
-    With --text, or without the folder `data`, the checkpoint says what the data were.
+    With --text, or without the folder `data`, the sizes of the run's data are those
+    that the checkpoint stores.
     """
     examples, length = run.examples, run.config.model.length
     rows = [("source", run.config.data.source)]

@@ -19,10 +19,9 @@ from symjax.tables import aligned
 
 
 def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
-    """Return one JSON object: `about`, and the values of all results beside it.
+    """Return one JSON object with the keys of `about` and the values of all results.
 
-    The bytes are the same for the same checkpoint; numbers that are not finite become
-    null.
+    The bytes are the same for the same checkpoint. NaN and infinities become null.
 
     Args:
         about: what identifies the checkpoint, see `tasks.describe_checkpoint`.
@@ -58,7 +57,7 @@ def to_markdown(table: Table) -> str:
 def to_html(title: str, results: Mapping[str, Result]) -> str:
     """Return one HTML page that contains every table and figure and loads nothing.
 
-    Results of a single line, of tasks that do not apply, come last.
+    Tasks that do not apply to the run have results of a single line. They come last.
     """
     parts, single_lines = [f"<h1>{html.escape(title)}</h1>"], []
     for name, result in results.items():
@@ -105,10 +104,10 @@ def write_folder(results: Mapping[str, Result], folder: Path | epath.Path) -> No
 
 
 def check_file(path: Path | epath.Path, flag: str) -> None:
-    """Check, before the long work, that a file can be written.
+    """Check that a file can be written, before the measurements begin.
 
     Raises:
-        ValueError: it cannot; the message names the flag.
+        ValueError: it cannot be written; the message names the flag.
     """
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder: name a file")

@@ -26,7 +26,7 @@ def announce_if_slow(work: str) -> Iterator[None]:
     On a terminal the line is erased at the end of the block.
 
     Args:
-        work: the line, which says what the block does.
+        work: the line to print, which says what the block does.
     """
     shown = contextlib.ExitStack()
 
@@ -50,13 +50,14 @@ class Options(NamedTuple):
     """Flags of eval.py that tasks read.
 
     Attributes:
-        batches: number of held-out batches of the training batch size; None means all.
+        batches: the most held-out batches to measure. None means all in the task
+            `loss`, and a few in tasks that take longer, as their docstrings say.
         prompt: text to continue; None means the first tokens of the held-out text.
         tokens: number of tokens to generate.
         temperature: sampling temperature; 0 is greedy decoding.
         seed: seed of the sample and of all other random numbers.
         rope_scaling: kinds of RoPE scaling that the task `length` tries.
-        lengths: tokens of a row that the task `speed` measures; () means its own.
+        lengths: tokens of a row in the task `speed`; () means 128, 256, … 2048.
     """
 
     batches: int | None = None

@@ -1,4 +1,4 @@
-"""Table of the evaluation tasks: name, function, one line of meaning.
+"""`TASKS`: the evaluation tasks by name, with the runs that each applies to.
 
 The package docstring of symjax/evaluation says how to add a task.
 """
@@ -153,8 +153,8 @@ def measure(name: str, run: LoadedRun, options: Options) -> Result:
 def describe_checkpoint(run: LoadedRun) -> dict[str, Any]:
     """Return what identifies the evaluated weights and text, for the JSON.
 
-    `text` is the hash of a text that replaces the held-out one (--text), and `ema`
-    says that the weights are the average of --ema.
+    `text` is the hash of the text of --text, if there is one. `ema` is True if the
+    weights are the averages of --ema, and left out otherwise.
     """
     description = {"step": run.step, "parameters": run.parameters()}
     description |= {"weights": checksum_of(run.params)}

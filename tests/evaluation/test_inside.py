@@ -11,12 +11,8 @@ from flax import nnx
 
 from symjax import config
 from symjax.evaluation.measures import attended, magnitudes, ranks, spread
-from symjax.evaluation.measures.reading import (
-    Layer,
-    Window,
-    nan_mean,
-    read,
-)
+from symjax.evaluation.measures.reading import Layer, nan_mean, read
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options
 from symjax.models import Decoder
 from symjax.models.build import attentions

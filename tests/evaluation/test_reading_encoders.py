@@ -12,7 +12,8 @@ from symjax import config
 from symjax.data.generated import NOTHING
 from symjax.evaluation import tasks
 from symjax.evaluation.measures import approximation, attended, lengths, reading, speed
-from symjax.evaluation.measures.reading import Window, read
+from symjax.evaluation.measures.reading import read
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options
 from symjax.layers.sharded import Operand
 from symjax.models import Encoder

@@ -8,12 +8,13 @@ Answers of the generated tasks:
                    listops)
     majority       accuracy by the number of samples (sets)
     order          accuracy by the order of the examples in a prompt (order)
-Inside the layers; `reading` computes queries, keys and maps, the others read them:
+Inside the layers. `windows` chooses held-out windows, `reading` computes queries, keys
+and maps of every layer, and the others measure them:
     attended       which tokens get the attention (noise, self_share, dilution)
-    spread         over how many keys it spreads (entropy, support)
+    spread         over how many keys attention spreads (entropy, support)
     ranks          ranks of score matrices and maps (rank)
-    spectrum       singular values, similarity of tokens by depth; chains: maps as
-                   Markov chains (spectrum)
+    spectrum       singular values, similarity of tokens by depth (spectrum)
+    chains         maps as Markov chains, a part of the task spectrum
     magnitudes     sizes of scores, hidden states and gradients (outliers, gradients)
     maps           pictures of attention maps (maps)
     approximation  feature maps against exact softmax (approximation)

@@ -1,8 +1,8 @@
 """Accuracy of answers in the generated tasks, by what makes a row difficult.
 
-Accuracy is the part of the answers whose likeliest token is the target. Rows are new
+Accuracy is the fraction of answers whose likeliest token is the target. Rows are
 held-out rows of the task that the model was trained on. Chance is the accuracy of a
-guess among all possible answers.
+random guess among all possible answers.
 
     mqar     by the number of key-value pairs
     needle   by depth of the needle and length of the row; by number of needles
@@ -28,7 +28,7 @@ from symjax.figures import Grid, Lines
 ROWS = 200  # rows for each point of a curve (listops: 5 times as many in all)
 CELL_ROWS = 50  # rows for each cell of the grid of needles
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (needles in the row, needles asked for)
+NEEDLES = ((1, 1), (2, 2), (4, 2), (6, 2))  # (needles in a row, questions of the row)
 
 Predict = Callable[[np.ndarray], np.ndarray]  # tokens [B T] → predicted next tokens
 
@@ -90,10 +90,11 @@ def _accuracy_by(
 def needle(run: LoadedRun, options: Options) -> Result:
     """Measure accuracy by depth of the needle and length of the row, and by needles.
 
-    A cell of the grid is the accuracy of the first question over 50 rows, whose needle
-    lies at this depth (0 % is the start of the row); other needles lie anywhere.
-    Lengths go up to that of training, and to twice that unless positions are learned.
-    The second table is the accuracy of all questions by the number of needles.
+    A cell of the grid is the accuracy of the first question over 50 rows. Its needle
+    lies at the depth of the cell (0 % is the start of the row), and other needles lie
+    anywhere. Lengths are 1/4, 1/2 and 1 of the training length, and 2 times that length
+    unless positions are learned. Lengths too short for the needles are left out. The
+    second table is the accuracy of all questions by the number of needles.
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.4.
     """
@@ -154,7 +155,7 @@ def draw_heldout(data: config.Data, length: int, count: int, seed: int) -> Rows:
 def rows_with_needle_at(
     data: config.Data, length: int, depth: float, seed: int
 ) -> Rows:
-    """Return 50 held-out rows whose first question asks for a needle at this depth."""
+    """Return 50 held-out rows whose first question asks for the needle at `depth`."""
     batches: list[Rows] = []
     for attempt in range(40 * generated.HELDOUT):
         draws = Draws(seed, np.arange(CELL_ROWS), attempt)
@@ -172,7 +173,7 @@ def rows_with_needle_at(
 
 
 def predictor(run: LoadedRun) -> Predict:
-    """Return a function that predicts every next token; it compiles once per length."""
+    """Return a function that predicts every next token, compiled for each length."""
     model = run.decoder()
     likeliest = jax.jit(lambda tokens: model(tokens).argmax(axis=-1))
 

@@ -1,19 +1,23 @@
 """Errors of feature-map attention against exact softmax of the same queries and keys.
 
-With the exact map A (softmax in float64) and the map Â that features make, errors are
-relative, in Frobenius norms, and means over heads:
+A is the exact map (softmax in float64), and Â the map computed with feature maps. There
+are two errors, both relative, in Frobenius norms, and means over heads:
 
     error of the map     |Â − A| / |A|
     error of the output  |(Â − A) V| / |A V|
 
-There are two tables. The first replaces the attention of the model by random features
-of its own queries and keys: all kinds of features that estimate softmax, 16, 64, 256,
-1024 of them, from orthogonal and from independent projections, on one held-out window.
-Its numbers are means over 64 draws of the projection, with their standard errors. The
-statistics of FAVOR++ and FAVOR# are those of the queries and keys of each layer on
-another held-out window, if there is one. The second table measures the layers of the
-model that use features themselves, on a few windows (`reading`). The reference is the
-uniform average of the visible keys: an error above it is worse than averaging.
+The first table has errors of random features of the model's own queries and keys, for
+every kind of random features that estimates softmax, for 16, 64, 256 and 1024 features,
+and for projections with orthogonal and with independent rows. The errors are measured
+on the first 128 tokens of one held-out window. They are means over 64 projections, with
+their standard errors. FAVOR++ and FAVOR# need statistics of queries and keys: these are
+computed for each layer on another held-out window, if there is one.
+
+The second table has errors of the layers of the model that use features themselves, on
+a few held-out windows.
+
+The reference is the uniform average of the visible keys. A larger error is worse than
+that average.
 
 Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, orthogonal);
 Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++), 2023, arXiv:2302.00787 (FAVOR#).
@@ -30,13 +34,8 @@ from jaxtyping import Float
 from symjax import attention, config
 from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.measures.attended import uniform_map
-from symjax.evaluation.measures.reading import (
-    Layer,
-    by_layer,
-    heldout_rows,
-    read,
-    visible_pairs,
-)
+from symjax.evaluation.measures.reading import Layer, by_layer, read
+from symjax.evaluation.measures.windows import heldout_rows, visible_pairs
 from symjax.evaluation.results import Options, Result, Table, progress, series, table
 from symjax.figures import Lines
 from symjax.layers.parts.table import part_of
@@ -44,15 +43,15 @@ from symjax.models.build import attentions
 
 FEATURES = (16, 64, 256, 1024)  # numbers of random features
 KINDS = ("positive", "hyperbolic", "trigonometric", "favor++", "favor#")
-DRAWS = 64  # projections drawn for each row of the table
+DRAWS = 64  # projections for each row of the first table
 LARGEST = 2.0  # the largest error in figures; trigonometric features reach 70
-LONGEST = 128  # tokens of the window of random features
+LONGEST = 128  # the most tokens of the window on which random features are measured
 
 Maps = Float[np.ndarray, "N T T"]
 
 
 class Heads(NamedTuple):
-    """Branches of all heads of a layer on one window.
+    """Branches of all heads of a layer on one window; N counts heads · branches.
 
     Attributes:
         exact: softmax map of the queries and keys.
@@ -80,7 +79,7 @@ def _merge_branches(x: Float[np.ndarray, "N P T s"]) -> Float[np.ndarray, "M T s
 
 
 def approximation(run: LoadedRun, options: Options) -> Result:
-    """Measure the errors of the module docstring: random features, then own layers."""
+    """Measure the errors of random features, and those of the model's own features."""
     causal = config.is_causal(run.config.model)
     own = _errors_of_layers(run, options)
     windows = [inputs for inputs, _ in heldout_rows(run, options)]
@@ -140,7 +139,7 @@ def _mean_and_error(of_draws: Float[np.ndarray, "2 D"]) -> dict[str, float]:
 def _figure(values: dict[str, Any], name: str, rows: str) -> Lines:
     """Return the curves of the error of the output, with bands of ± standard errors.
 
-    Curves end where the error exceeds `LARGEST`.
+    Points with an error above `LARGEST` are left out.
     """
     points, edges = [], []
     for row in values["random"]:
@@ -226,7 +225,7 @@ def random_maps(
     *,
     causal: bool,
 ) -> Float[jax.Array, "D N T T"]:
-    """Return the attention maps of random features: their output for unit vectors."""
+    """Return the maps of random features: the output if values are unit vectors."""
     heads, length, _ = query.shape
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], (1, length, heads, length))
     query, key = (jnp.swapaxes(x, 0, 1)[None] for x in (query, key))

@@ -6,17 +6,17 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
-a uniform map of the visible keys (`noise` has it for the answer only). A share above it
-means that the attention favours these keys.
+the uniform map, which gives all visible keys the same weight (in `noise` only that of
+the answer). A larger share means that the attention favours these keys.
 
-    noise        on the answer, on the context and elsewhere: how much of the attention
-                 goes to the tokens that matter
-    self_share   of a token on itself
-    dilution     on the last 1, 4, 16, 64 tokens: how far attention spreads
+    noise        shares on the answer, on the context and elsewhere: how much of the
+                 attention goes to the tokens that matter
+    self_share   share of a token on itself
+    dilution     shares on the last 1, 4, 16, 64 tokens: how far attention spreads
 
-Shares are means over the rows of a few held-out windows (`reading`). They are also
-means over heads, except in the columns per head. `noise` of the data source `needle`
-draws rows with needles at chosen depths instead of windows.
+Shares are means over the rows of a few held-out windows. They are also means over
+heads, except in the columns per head. For models of the data source `needle`, `noise`
+reads rows with needles at chosen depths instead of windows.
 """
 
 import itertools
@@ -31,12 +31,12 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.measures.answers import DEPTHS, rows_with_needle_at
 from symjax.evaluation.measures.reading import (
     Layer,
-    Window,
     by_layer,
     mean_over_rows,
     nan_mean,
     read,
 )
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import (
     Options,
     Result,
@@ -47,15 +47,15 @@ from symjax.evaluation.results import (
 )
 from symjax.figures import Lines, smoothed
 
-CONTEXT = 16  # the last tokens of a row that count as its context
+CONTEXT = 16  # number of last tokens that count as context
 ROWS = 8  # rows that are read at each depth of a needle
 OCTAVES = 0.5  # width of the smoothing of a curve, in octaves of visible keys
-WITHIN = (1, 4, 16, 64)  # distances of the task `dilution`, in tokens
+WITHIN = (1, 4, 16, 64)  # numbers of last tokens in the task `dilution`
 MAPS = ("A", "A₁", "A₂")  # the map of a head, and its branches if it is differential
 CATEGORIES = ("answer", "context", "elsewhere")
 
 Shares = Float[np.ndarray, "*N T T"]
-Pairs = Bool[np.ndarray, "T T"]  # True for the keys s of row t that belong to a set
+Pairs = Bool[np.ndarray, "T T"]  # [t, s] is True if key s is in a set of row t
 
 
 def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
@@ -66,20 +66,21 @@ def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
 
 
 def uniform_map(visible: Pairs) -> Float[np.ndarray, "T T"]:
-    """Return the reference map, which gives every visible key the same weight."""
+    """Return the map that gives every visible key the same weight."""
     return shares(visible)
 
 
 def noise(run: LoadedRun, options: Options) -> Result:
     """Measure shares of |A| on the answer, the context and elsewhere, by layer.
 
-    The number `answer` is the share of a row on the keys that hold its target. What the
-    other keys get is the noise that gave the task its name. Attention finds answers if
-    `answer` exceeds the column "answer if uniform". In a differential layer compare A
-    with A₁: if A has the larger `answer`, the subtraction has removed noise.
+    The number `answer` is the share of a row on the keys that hold its target. The
+    share of the other keys is the noise that the task is named after. Attention finds
+    answers if `answer` exceeds the column "answer if uniform". In a differential layer,
+    compare A with A₁: if A has the larger `answer`, the subtraction has removed noise.
 
     In text, for row t with the next token x_{t+1}:
-        answer     the keys s ≤ t with x_s = x_{t+1}; rows without any are left out
+        answer     the keys s ≤ t with x_s = x_{t+1}; rows without such keys are left
+                   out
         context    the last 16 keys, t included, except answers
         elsewhere  all other keys
     In an encoder that predicts masked tokens, for a masked position t:
@@ -90,9 +91,9 @@ def noise(run: LoadedRun, options: Options) -> Result:
     whose labels are no tokens of the input.
 
     Returns:
-        A table with one row per layer and map (A; A₁ and A₂ if differential), means
-        over heads and over the rows of all windows. For decoders also a figure of
-        `answer` by the number of visible keys, the mean of all layers.
+        A table with one row per layer and map (A; A₁ and A₂ if differential). Its
+        shares are means over heads and over the rows of all windows. For decoders also
+        a figure of `answer` by the number of visible keys, as means over layers.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)
@@ -150,7 +151,7 @@ def _answer_by_keys_figure(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Li
 
 
 def noise_of_needles(run: LoadedRun, options: Options) -> Result:
-    """Measure shares of |A| of the first question in rows of needles, by depth.
+    """Measure shares of |A| in the row of the first question about needles, by depth.
 
         answer     mark, key and value of the needle that the question asks for
         context    all other tokens before the questions
@@ -207,7 +208,7 @@ def needle_pairs(
     answer = np.zeros((len(tokens), len(tokens)), bool)
     answer[question, asked] = True
     before = np.zeros_like(answer)
-    # The prompt before the question, which is two tokens: `question` is the second.
+    # The question has two tokens, and `question` is the place of the second one.
     before[question, : question - 1] = True
     return answer, before & ~answer
 
@@ -217,8 +218,8 @@ def category_shares_of_layer(
 ) -> Float[np.ndarray, "M T 3"]:
     """Return the shares of every row on answer, context and elsewhere.
 
-    The maps M are: the map, both branches if the layer is differential, and the uniform
-    map. Those of the layer are means over heads.
+    The M maps are the map of the layer, its two branches if it is differential, and
+    last the uniform map. Shares of the layer's maps are means over heads.
     """
     maps = [layer.map[:, None]]
     if layer.lam is not None:
@@ -229,7 +230,7 @@ def category_shares_of_layer(
 
 
 def _records(layer: int, means: Float[np.ndarray, "M 3"]) -> list[dict[str, Any]]:
-    """Return a record for each map; NaN, which JSON does not have, becomes None."""
+    """Return a record for each map, with None for NaN, which JSON does not have."""
     known = [[x if np.isfinite(x) else None for x in row] for row in means.tolist()]
     return [
         {"layer": layer, "map": name}
@@ -246,8 +247,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def answer_pairs(window: Window) -> Pairs:
     """Return the pairs (t, s) whose token s equals the target of row t.
 
-    Only visible pairs count. In an encoder the pair (t, t) is left out: the input shows
-    the target at its own position only by chance.
+    Hidden pairs are left out. In an encoder so is the pair (t, t): some tokens that the
+    model must predict are shown unchanged.
     """
     tokens: Any = window.tokens
     same = window.targets[:, None] == tokens[None]
@@ -257,7 +258,7 @@ def answer_pairs(window: Window) -> Pairs:
 
 
 def context_pairs(answer: Pairs, visible: Pairs, size: int = CONTEXT) -> Pairs:
-    """Return the last `size` keys of every row, its own included, without answers.
+    """Return the last `size` keys of every row, itself included, except answers.
 
     In an encoder these are the keys less than size/2 positions away on either side.
     """
@@ -287,8 +288,8 @@ def category_shares(
 def self_share(run: LoadedRun, options: Options) -> Result:
     """Measure the share of a token on itself, |a_tt| / Σ_s |a_ts|, by layer and head.
 
-    Rows that see only themselves are left out. A share above the column "if uniform"
-    means that tokens attend to themselves more than to an average key.
+    A row that sees only itself is left out. A share above the column "if uniform" means
+    that tokens attend to themselves more than to an average key.
     """
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
@@ -310,9 +311,10 @@ def self_share(run: LoadedRun, options: Options) -> Result:
 def dilution(run: LoadedRun, options: Options) -> Result:
     """Measure the shares of rows on their last 1, 4, 16, 64 tokens, by layer.
 
-    Small shares mean that attention is spread (diluted) over distant tokens. Only rows
-    that see at least 64 keys count, or the last row of a shorter window. In an encoder
-    the share is that of the tokens less than w positions away on either side.
+    Small shares mean that attention is spread (diluted) over distant tokens. Shares are
+    means over the rows that see at least 64 keys; of a shorter window only the last row
+    is used. In an encoder the share is that of the tokens less than 1, 4, 16, 64
+    positions away on either side.
     """
     if run.config.model.patch:
         return not_applicable(
@@ -345,7 +347,8 @@ def dilution(run: LoadedRun, options: Options) -> Result:
 def shares_within(shares: Shares, visible: Pairs) -> Float[np.ndarray, "*N w T"]:
     """Return the shares of rows on visible keys less than 1, 4, 16, 64 positions away.
 
-    Rows that see fewer than 64 keys are NaN, except the rows that see the most keys.
+    Rows that see fewer than 64 keys are NaN. If all do, those with the most keys are
+    kept.
     """
     distance, keys = distances(visible), visible.sum(axis=-1)
     near = [np.where(distance < w, shares, 0).sum(axis=-1) for w in WITHIN]

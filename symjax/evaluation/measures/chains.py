@@ -1,18 +1,18 @@
 """Attention maps as Markov chains: stationary distribution and detailed balance.
 
 Rows of a softmax map are transition probabilities: token t moves to token s with
-probability a_ts. The stationary distribution π satisfies π A = π: π_s is the share of
-steps at token s of an endless walk. A chain is reversible if it satisfies detailed
-balance,
+probability a_ts. The stationary distribution π satisfies π A = π: in an infinite random
+walk, π_s is the fraction of steps at token s. A chain is reversible if it satisfies
+detailed balance,
 
     π_t a_ts = π_s a_st     for all t and s.
 
 Softmax of symmetric scores without a causal mask is reversible, with
 π_t ∝ Σ_s exp(score_ts), since π_t a_ts ∝ exp(score_ts).
 
-A causal map has no chain worth measuring: the first token sees itself alone, so every
-walk ends there. A differential map A₁ − λA₂ has negative entries, and is no chain;
-those of its branches are.
+The chain of a causal map tells nothing: the first token sees only itself, so every walk
+ends there. A differential map A₁ − λA₂ may have negative entries, so it is no chain.
+The maps of its branches are chains.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ def is_stochastic(maps: Chains, tolerance: float = 1e-4) -> bool:
 def stationary(maps: Chains) -> Float[np.ndarray, "*N T"]:
     """Return π with π A = π and Σ π = 1; NaN if not all tokens reach each other.
 
-    Tokens are taken out of the chain one by one. No differences are formed, so that
+    Tokens are eliminated from the chain one by one. The algorithm subtracts nothing, so
     small entries of π are as exact as large ones. Cost O(T³).
 
     Source: Grassmann, Taksar and Heyman 1985, doi:10.1287/opre.33.5.1107.

@@ -3,14 +3,16 @@
 A loss is the mean of −ln p(target) over all targets, in nats per token (per answer in a
 generated task, per label of a classifier). There are three:
 
-    held-out                        evaluation mode, without dropout
-    training text, evaluation mode  the same for the first training batches: much lower
-                                    than the held-out loss in a model that memorises
-    training text, training mode    the same batches with dropout, as in training
+    held-out                        held-out batches, without dropout
+    training text, evaluation mode  the first training batches, without dropout: much
+                                    lower than the held-out loss in a model that
+                                    memorises
+    training text, training mode    the first training batches with dropout, as in
+                                    training
 
-perplexity is exp(loss), and bits per byte is loss / ln 2 / (bytes per token), which
-compares models of different tokenizers. Beside the held-out loss stand references that
-need no model: tables of n-grams for text, and chance for other tasks.
+perplexity is exp(loss). bits per byte is loss / ln 2 / (bytes per token), with which
+models of different tokenizers can be compared. The held-out loss is compared with
+references that need no model: tables of n-grams for text, and chance for other tasks.
 """
 
 import functools
@@ -34,11 +36,11 @@ from symjax.training.step import Means, means
 
 # Modes of the losses on training text, and their keys in the JSON.
 MODES = {"training": "loss", "evaluation": "loss_eval_mode"}
-PROMPT = 16  # tokens of held-out text that are continued if there is no prompt
+PROMPT = 16  # first tokens of the held-out text, the prompt if none is given
 
 
 def loss(run: LoadedRun, options: Options) -> Result:
-    """Measure the three losses of the module docstring, beside their references."""
+    """Measure the held-out loss, its references, and both losses on training text."""
     measured = losses(run, options.batches)
     heldout, train = measured["heldout"], measured["train"]
     unit = f"nats/{run.examples.unit}"
@@ -68,8 +70,8 @@ def loss(run: LoadedRun, options: Options) -> Result:
         lines.append(f"  {label:<31}{reference}{'' if part else beaten}")
     if run.examples.text is not None and run.examples.text.all_counted:
         lines.append(
-            "  bits/byte and tables count the first tokens of documents, which are no "
-            "targets: an older version packed this text"
+            "  bits/byte and tables also count the first tokens of documents, which "
+            "are not targets: an older version packed this text"
         )
     for mode, key in MODES.items():
         if key in train:
@@ -95,12 +97,12 @@ def _table(heldout: dict[str, Any], train: dict[str, float]) -> Table:
 def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
     """Return the losses on held-out and training text, in nats per target.
 
-    Models that do not continue text also have an accuracy: the part of the held-out
+    Models that do not continue text also have an accuracy: the fraction of held-out
     answers, labels or masked tokens whose likeliest prediction is right.
 
     Args:
-        batches: number of held-out batches, None for all. The training text is measured
-            on as many batches, the first that training used.
+        batches: number of held-out batches; None means all. The training text is
+            measured on the same number of batches, the first ones of training.
     """
     examples, shape = run.examples, (run.config.batch_size, run.config.model.length)
     total = examples.heldout_count(shape)
@@ -109,7 +111,7 @@ def losses(run: LoadedRun, batches: int | None = None) -> dict[str, Any]:
     def mean(
         name: str, rows: Iterator[ReadRows], key: jax.Array | None = None
     ) -> Means:
-        """Return means over batches, with dropout if there is a key."""
+        """Return means over batches; with dropout if a key is given."""
         bar = progress(rows, name, count)
         return means(run.program, run.params, run.constants, shape, bar, key)
 
@@ -161,11 +163,12 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
     """Return (prompt, continuation).
 
     The continuation ends at the end of the document, after `options.tokens` tokens, or
-    where learned positions end.
+    at the last of the learned positions.
 
     Raises:
         ValueError: the prompt is empty and the model has not learned how a document
-            begins; or it is too long, or has unknown characters.
+            begins; or the prompt is too long or has unknown characters; or there is
+            neither a prompt nor held-out text.
     """
     tokenizer = text.tokenizer
     document = delimiters(tokenizer, run.examples.language)
@@ -192,7 +195,7 @@ def continuation(run: LoadedRun, text: Corpus, options: Options) -> tuple[str, s
 
 
 def _whole_characters(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """Return token ids without a last character that is cut in the middle."""
+    """Return token ids without the last character if it is incomplete."""
     for cut in range(min(4, len(ids))):
         if not tokenizer.decode(ids[: len(ids) - cut]).endswith(REPLACEMENT):
             return ids[: len(ids) - cut]

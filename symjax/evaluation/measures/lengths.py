@@ -3,14 +3,15 @@
     position  held-out loss at the positions 1, 2, 3–4, 5–8, … of a window of the
               training length: lower at later positions if the model uses its context
     length    held-out loss in windows of 1, 2, 4 and 8 times the training length, with
-              log-n scaling off and on, and what log-n scaling costs an average
+              log-n scaling off and on; and the error of attention that should average
+              all values, with and without log-n scaling
 
 Losses are in nats per token (per answer or label), on a few held-out batches.
 
 Log-n scaling multiplies scores by c = log n / log base, where n is the number of
-visible keys, so that a row that attends to a few keys still does so among more keys. It
-costs accuracy if a row should average n values, because it also scales the noise of
-scores that should be equal. With scores from N(0, σ²) the weights w have
+visible keys. A row that attends to a few of n keys then still does so for larger n.
+Log-n scaling costs accuracy if a row should average n values, because it also scales
+the noise of scores that should be equal. With scores from N(0, σ²) the weights w have
 Σ w² ≈ exp(c²σ²)/n, so the average of n values of variance 1 has the error
 √((exp(c²σ²) − 1)/n).
 """
@@ -43,12 +44,12 @@ from symjax.figures import Curve, Lines, smoothed
 from symjax.models.build import Model, merged
 from symjax.training.loss import hidden_of, token_losses
 
-FACTORS = (1, 2, 4, 8)  # lengths of windows, in lengths of training
+FACTORS = (1, 2, 4, 8)  # lengths of windows, divided by the training length
 BATCHES = 4  # held-out batches at each length, unless --batches says otherwise
 POINTS = 64  # the most points of a curve over positions
 OCTAVES = 0.25  # width of the smoothing of a curve, in octaves of the position
-EXAMPLES = 256  # averages of n values for each n
-SPREAD = 0.5  # σ of the scores of these averages, which should be equal
+EXAMPLES = 256  # number of averages for each n
+SPREAD = 0.5  # σ of the scores of an average, which should be equal
 
 Chosen = tuple[int, str, config.Model]  # factor, name and configuration of a model
 
@@ -78,9 +79,9 @@ def length(run: LoadedRun, options: Options) -> Result:
 
     The model is measured with log-n scaling off, with log-n scaling at evaluation only
     (base: the training length), and as trained. With --rope_scaling it is also measured
-    with RoPE scaled by the factor of the window, at evaluation only. A classifier reads
-    longer pieces of its texts, if there are any. "last" is the loss of the last tokens
-    of a window, as many as a training window has.
+    with RoPE scaled by (window length) / (training length), at evaluation only. A
+    classifier reads longer pieces of its texts, if there are any. "last" is the loss of
+    the last tokens of a window, as many as a training window has.
 
     A loss that rises with the length means that the model does not read windows longer
     than those of its training.
@@ -105,7 +106,7 @@ def length(run: LoadedRun, options: Options) -> Result:
             row["last"] = places.mean(tokens - model.length)[0]
         results.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
-        curves[f"log-n {name}"] = curve(places)  # of the longest window, the last one
+        curves[f"log-n {name}"] = curve(places)  # the longest window comes last
     last = () if model.classes else (f"loss of last {model.length}",)
     variant = "log-n, RoPE" if kinds else "log-n"
     columns = ("tokens", variant, "loss", *_bits(run, 0.0), "accuracy", *last)
@@ -136,7 +137,7 @@ def length(run: LoadedRun, options: Options) -> Result:
 def _models(
     model: config.Model, factors: list[int], rope_kinds: tuple[str, ...]
 ) -> list[Chosen]:
-    """Return the models to measure, by rising length of the window."""
+    """Return the models to measure, in ascending order of the window length."""
     chosen = [
         (factor, name, variant)
         for factor in factors
@@ -160,13 +161,13 @@ def _bits(run: LoadedRun, loss: float | None) -> dict[str, float | None]:
 
 
 def _batches_text(run: LoadedRun, batches: int) -> str:
-    """Return the number of held-out batches in words; the task `loss` may use more."""
+    """Return in words on how many held-out batches losses are measured."""
     total = run.examples.heldout_count((run.config.batch_size, run.config.model.length))
     return f"on {min(batches, total)} of {total} held-out batches"
 
 
 def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
-    """Return the factors that can be measured, and lines why the others cannot."""
+    """Return the factors that can be measured, and lines that say why others cannot."""
     size, factors, text = run.config.model.length, FACTORS, []
     if run.config.model.positions == "learned":
         factors = (1,)
@@ -265,9 +266,9 @@ def by_position(
     Args:
         tokens: length of the windows.
         batches: number of held-out batches.
-        factor: the same length in lengths of training. A batch has this many
-            times fewer rows, so that all lengths read equally many tokens; the batches
-            of a classifier keep their rows.
+        factor: `tokens` divided by the training length. The number of rows of a batch
+            is divided by it, so that all lengths read equally many tokens, except in
+            classifiers.
     """
     rows, classes = run.config.batch_size, run.config.model.classes
     if not classes:
@@ -306,7 +307,10 @@ def _by_position_figure(name: str, unit: str, curves: Mapping[str, Curve]) -> Li
 
 
 def curve(places: ByPosition) -> tuple[list[float], list[float]]:
-    """Return (positions, losses) with at most 64 points, means over equal parts."""
+    """Return (positions, losses) with at most 64 points.
+
+    Each point is the mean of neighbouring positions.
+    """
     weighted = np.flatnonzero(places.weight)
     parts = np.array_split(weighted, min(POINTS, len(weighted)))
     x = [float(part.mean() + 1) for part in parts]
@@ -317,12 +321,13 @@ def curve(places: ByPosition) -> tuple[list[float], list[float]]:
 
 
 def averages(lengths: list[int], base: float, seed: int) -> list[dict[str, float]]:
-    """Return errors of an average of n values ±1, with log-n scaling off and on.
+    """Return errors of averages of n values ±1, with log-n scaling off and on.
 
-    A row of softmax attention averages n values with scores from N(0, 0.25), which
-    should all be equal. "average" is the root mean square error in units of 1/√n, the
-    standard deviation of the true average; an average of a random half of the values
-    has an error of 1. "majority" is the part of the averages with the wrong sign.
+    A row of softmax attention should average n values, so its scores should be equal.
+    Here they are drawn from N(0, 0.25). "average" is the root mean square error in
+    units of 1/√n, the standard deviation of the true average. For comparison: the
+    average of a random half of the values has an error of 1. "majority" is the fraction
+    of averages with the wrong sign.
     """
     rows = []
     for n in lengths:

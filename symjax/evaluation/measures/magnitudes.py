@@ -1,19 +1,20 @@
 """Sizes of attention scores, hidden states and derivatives of attention weights.
 
-    outliers   the largest |q·k| scores and |hidden states|: large outliers beside a
-               small median make a model hard to quantise
+    outliers   the largest |q·k| scores and |hidden states|: values far above the median
+               make a model hard to quantise
     gradients  |∂a/∂z| of an attention weight a by its score z, at most 1/4 in softmax;
-               unbounded ones are reported to make training unstable
+               unbounded derivatives are reported to make training unstable
 
-Both are taken over all heads, branches and visible pairs of a few held-out windows
-(`reading`).
+Scores and derivatives are those of all heads, branches and visible pairs of a few
+held-out windows.
 """
 
 import numpy as np
 from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import Layer, Window, by_layer
+from symjax.evaluation.measures.reading import Layer, by_layer
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.layers.parts.table import part_of
 from symjax.models.build import attentions
@@ -26,8 +27,8 @@ BOUND = 0.25  # the largest derivative a (1 − a) of a softmax weight
 def outliers(run: LoadedRun, options: Options) -> Result:
     """Measure the 1st, 2nd, 3rd, 10th, 100th largest |score| and |hidden|, by layer.
 
-    The median stands beside them. Scores are scaled q·k of visible pairs, "logit" in
-    the JSON; hidden states are the residual stream after the layer. Differential
+    The table also has the medians. Scores are scaled q·k of visible pairs ("logit" in
+    the JSON). Hidden states are the residual stream after the layer. Differential
     attention is reported to have smaller outliers than softmax attention.
 
     Source: Ye et al. 2024, arXiv:2410.05258, table 5.
@@ -99,7 +100,7 @@ def gradients(run: LoadedRun, options: Options) -> Result:
 
 
 def derivatives(layer: Layer) -> Float[np.ndarray, "N P T T"]:
-    """Return ∂a/∂z of every pair; 0 in rows whose sum is 0, whose output is 0 too."""
+    """Return ∂a/∂z of every pair; 0 in rows of linear attention whose sum is 0."""
     weights = layer.branches.astype(np.float64)
     if layer.products is None:
         return weights * (1 - weights)

@@ -1,13 +1,13 @@
 """Accuracy of the majority of a set, by the number of its samples (task `sets`).
 
-Rows are new held-out rows of data.source=sets. The answer after n samples is their most
-frequent symbol; rows in which several symbols are equally frequent are left out. The
-same samples are read twice: as they were drawn, and in order, equal symbols next to
-each other. An order does not change the answer, but it changes which samples are near.
+Rows are held-out rows of data.source=sets. The answer after n samples is their most
+frequent symbol. Rows with a tie are left out. The same samples are read twice: as they
+were drawn, and sorted, so that equal symbols are neighbours. Sorting does not change
+the answer, but it changes which samples are near.
 
-A uniform map is the best one for every n. Log-n scaling (model.attention.length_base)
-multiplies scores by log n, so that maps which are not quite uniform get less uniform in
-longer rows than in training.
+A uniform attention map is the best one for every n. Log-n scaling
+(model.attention.length_base) multiplies scores by log n / log base, so that a map that
+is almost uniform becomes less uniform in rows longer than those of training.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ from symjax.evaluation.results import Options, Result, series, table
 from symjax.figures import Lines
 
 ROWS = 500  # rows for each point of a curve
-LONGEST = 4  # the longest rows, in lengths of training rows
+LONGEST = 4  # length of the longest rows, divided by that of training rows
 
 
 def sets(run: LoadedRun, options: Options) -> Result:
-    """Measure accuracy by the number of samples: 3, 7, 15, … and the whole row.
+    """Measure accuracy by the number of samples: 3, 7, 15, … and the training length.
 
-    Rows are read up to 4 times the length of training, unless positions are learned.
+    Unless positions are learned, rows of 2 and 4 times that length are measured too.
     """
     data, model = run.config.data, run.config.model
     lengths = [model.length]
@@ -60,7 +60,7 @@ def sets(run: LoadedRun, options: Options) -> Result:
 def accuracy_after(
     predict: Predict, tokens: Int[np.ndarray, "B T"], count: int
 ) -> float | None:
-    """Return the accuracy at the place of sample `count`; None if all rows are even."""
+    """Return the accuracy after `count` samples; None if all rows have a tie."""
     wanted = majorities(tokens[:, :count])[:, -1]
     found = predict(tokens)[:, count - 1]
     return float((found == wanted)[wanted >= 0].mean()) if any(wanted >= 0) else None

@@ -9,26 +9,23 @@ import numpy as np
 from symjax import config
 from symjax.data.documents import tokens_of
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import (
-    Inputs,
-    Layer,
-    read,
-    visible_pairs,
-)
+from symjax.evaluation.measures.reading import Layer, read
+from symjax.evaluation.measures.windows import Inputs, visible_pairs
 from symjax.evaluation.results import Options, Result
 from symjax.figures import Grid, Panels
 from symjax.models.build import attentions
 
-LONGEST = 48  # tokens; the labels of more cannot be read in a figure
+LONGEST = 48  # the most tokens, since smaller labels cannot be read in a figure
 HIDDEN = "[mask]"
-QUANTILE = 0.98  # of the weights lie within the scale of colours
+QUANTILE = 0.98  # fraction of the weights that the scale of colours covers
 
 
 def maps(run: LoadedRun, options: Options) -> Result:
     """Draw the attention map of every layer for the prompt, or for a held-out row.
 
-    Differential layers have three pictures in one scale of colours: both branches, and
-    their difference. The tokens of an image are its patches, named by row and column.
+    A differential layer has three pictures in one scale of colours: both branches, and
+    their difference A₁ − λA₂. The tokens of an image are its patches, named by row and
+    column.
 
     Raises:
         ValueError: the prompt is empty, or has unknown characters.
@@ -55,12 +52,12 @@ def maps(run: LoadedRun, options: Options) -> Result:
 def layer_map(
     layer: Layer, mechanism: str, labels: list[str], *, causal: bool
 ) -> Grid | Panels:
-    """Draw the mean map of a layer's heads; branches and difference if differential.
+    """Draw the mean map of a layer's heads; if differential, also that of each branch.
 
     Args:
-        mechanism: its name, for the title.
+        mechanism: name of the mechanism, for the title.
         labels: names of the tokens.
-        causal: leave keys after the query grey.
+        causal: whether later keys are hidden from a query; they are grey.
     """
     grids = [_grid("A", layer.map.mean(axis=0), labels, causal)]
     heads = f"the mean of {len(layer.map)} heads" if len(layer.map) > 1 else "one head"
@@ -90,10 +87,10 @@ def _grid(title: str, picture: np.ndarray, labels: list[str], causal: bool) -> G
 
 
 def _color_limit(values: np.ndarray) -> float:
-    """Return the weight of the last colour, which few weights exceed.
+    """Return the largest weight of the scale of colours, which 2 % of weights exceed.
 
     The first rows see few keys, so their weights are large. A scale up to the largest
-    weight would show all other rows in one colour.
+    weight would show all other rows in almost one colour.
     """
     sizes = np.abs(values[~np.isnan(values)])
     return float(np.quantile(sizes, QUANTILE)) or float(sizes.max())

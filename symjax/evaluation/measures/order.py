@@ -25,14 +25,15 @@ def order(run: LoadedRun, options: Options) -> Result:
 
     100 prompts of `mqar` or `needle` show their examples in ten orders, or in all
     orders if there are fewer. Questions and other tokens keep their positions, so a
-    model that retrieves the examples has the same accuracy in every order. Prompts are
-    held out in their first order.
+    model that retrieves the examples has the same accuracy in every order. In their
+    first order the prompts are held-out rows.
 
     Returns:
-        Mean, least and greatest accuracy over the orders, and the margin
-        greatest − least: of all prompts together, and of single prompts (the mean over
-        prompts). The part of the answers that change with the order. The accuracy by
-        the position of the example that a question asks for.
+        A result with three measurements. First, the mean, least and greatest accuracy
+        over the orders, and the margin greatest − least. They are measured for all
+        prompts together, and for each prompt alone, averaged over prompts. Second, the
+        fraction of answers that change with the order. Third, the accuracy by the
+        position of the example that a question asks for.
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.5.
     """
@@ -70,8 +71,8 @@ def order(run: LoadedRun, options: Options) -> Result:
     text = [
         f"{PROMPTS} prompts of {data.items} examples, each in {len(drawn)} orders: "
         f"{changed:.1%} of {right.shape[1]} answers change with the order",
-        "accuracy by order, of all prompts together and of one (mean over prompts); "
-        f"chance {chance:.4f}",
+        "accuracy by order, of all prompts together and of one prompt (mean over "
+        f"prompts); chance {chance:.4f}",
     ]
     cells = [("all prompts", *all_prompts), ("one prompt", *one_prompt)]
     numbered = list(enumerate(by_place, 1))
@@ -107,8 +108,8 @@ def _asked_examples(
     """Return the index of the example that each question asks for [questions].
 
     Args:
-        keys: of the examples of each prompt [B items].
-        questions: True at the tokens that are questions [B T].
+        keys: the key of each example of each prompt [B items].
+        questions: True at the key of each question [B T].
     """
     rows = np.nonzero(questions)[0]
     return (keys[rows] == tokens[questions][:, None]).argmax(axis=1)

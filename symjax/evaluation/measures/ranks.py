@@ -1,11 +1,11 @@
 """Ranks of score matrices and attention maps, by layer.
 
-The product QKᵀ of one head has at most the rank of the head size H, before the causal
-mask. Its softmax has in general full rank in exact arithmetic, and so has every causal
-map with a positive diagonal. So the rank of a map is measured by its singular values s,
-in four ways (`Ranks`): a small number means that few directions carry the map. Each
-matrix is that of one head and one held-out window (`reading`), in float64; the table
-has means over heads and windows.
+The product QKᵀ of one head, without a mask, has at most rank H, the head size. Its
+softmax has full rank in general, and so has every causal map with a positive diagonal.
+The exact rank therefore says little about a map, and its singular values s are measured
+in four ways (`Ranks`). A small number means that the map has few directions. Each
+matrix belongs to one head and one held-out window, in float64. The table has means over
+heads and windows.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
-from symjax.evaluation.measures.reading import Layer, Window, by_layer
+from symjax.evaluation.measures.reading import Layer, by_layer
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options, Result, series, table
 from symjax.figures import Lines
 from symjax.models.build import attentions
@@ -49,7 +50,7 @@ class Ranks(NamedTuple):
 def rank(run: LoadedRun, options: Options) -> Result:
     """Measure the ranks of QKᵀ, of attention maps and of differential maps.
 
-    QKᵀ (QQᵀ or QUQᵀ with symmetric keys) is taken without scale and mask; the maps of a
+    QKᵀ (QQᵀ or QUQᵀ with symmetric keys) has neither scale nor mask; the maps of a
     decoder are causal.
     """
     lengths = []
@@ -96,7 +97,7 @@ def ranks(singular: Float[np.ndarray, "*N k"], size: int) -> Ranks:
     """Return the ranks of matrices with these singular values.
 
     Args:
-        size: number of rows of each matrix; it may exceed the number k of values.
+        size: number of rows of each matrix, at least the number k of singular values.
     """
     total = singular.sum(axis=-1, keepdims=True)
     share = singular / np.where(total == 0, 1, total)

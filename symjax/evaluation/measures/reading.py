@@ -5,8 +5,8 @@ layers. Attention maps are computed in one way for every mechanism: the layer at
 with unit vectors as values, so that row t of its output is row t of its map.
 
 The measures of this package are functions of one `Window` and one `Layer`. `by_layer`
-calls such a function for every layer on a few windows, which `heldout_rows` chooses.
-Three functions average what it returns:
+calls such a function for every layer on a few windows (`windows.heldout_rows`). Three
+functions return averages of a measure:
 
     mean_by_layer     over windows of one length
     mean_over_rows    over the rows of windows of any length
@@ -28,6 +28,14 @@ from numpy.typing import ArrayLike
 from symjax import config
 from symjax.data.generated import NOTHING
 from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.measures.windows import (
+    Inputs,
+    Row,
+    Window,
+    heldout_rows,
+    visible_pairs,
+    window_of,
+)
 from symjax.evaluation.results import Options, progress
 from symjax.layers.mixer import Mixer
 from symjax.layers.parts.table import part_of
@@ -43,33 +51,9 @@ from symjax.models.attention_maps import (
 )
 from symjax.models.build import Model
 
-WINDOWS = 4  # held-out windows that are read, unless --batches says fewer
-IMAGES = 32  # the same for images, which have few tokens
-CANDIDATES = 8  # windows drawn for each one read, to find some within one document
-LONGEST = 512  # most tokens of a window; each head then has a map [512 512]
 PAIRED = ("scores", "products", "branches", "map")  # fields of `Layer` [... T T]
 
-# Token ids of a row, negative at padding; or an image.
-Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
-Row = tuple[Inputs, np.ndarray]  # inputs and targets
 Measured = TypeVar("Measured")
-
-
-class Window(NamedTuple):
-    """A held-out row without its padding.
-
-    Attributes:
-        tokens: token ids; None for an image.
-        targets: the token to predict at each position, negative where there is none;
-            for a classifier the label.
-        visible: the pairs (query, key) that attention without a window may use:
-            key ≤ query in a decoder, all pairs in an encoder. model.attention.window
-            does not count, so a uniform map is uniform over these pairs.
-    """
-
-    tokens: Int[np.ndarray, "T"] | None
-    targets: Int[np.ndarray, "T"]
-    visible: Bool[np.ndarray, "T T"]
 
 
 class Layer(NamedTuple):
@@ -118,7 +102,7 @@ def by_layer(
     for inputs, targets in progress(heldout_rows(run, options), "windows"):
         layers_read = read(model, inputs)
         tokens = len(layers_read[0].hidden)
-        window = _window(inputs, targets, visible_pairs(tokens, causal=causal))
+        window = window_of(inputs, targets, visible_pairs(tokens, causal=causal))
         for index, layer in enumerate(layers_read):
             if layers is None or index in layers:
                 results.setdefault(index, []).append(measure(window, layer))
@@ -144,8 +128,7 @@ def mean_over_rows(
 ) -> list[Float[np.ndarray, "..."]]:
     """Return the mean of a measure over the rows of all windows, for every layer.
 
-    Every row counts alike, also if the windows of an encoder differ in length; the mean
-    of the means of windows would be another number.
+    Every row has the same weight, even if the windows of an encoder differ in length.
 
     Args:
         measure: returns an array [... T] with a number for each row; NaN is left out.
@@ -159,11 +142,11 @@ def mean_over_rows(
 def mean_by_keys(
     run: LoadedRun, options: Options, measure: Callable[[Layer], np.ndarray]
 ) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
-    """Return numbers of visible keys and, for every layer, the mean of a measure there.
+    """Return numbers of keys, and the mean of a measure at each number, by layer.
 
-    Row t of a decoder sees t keys. All rows of an encoder see the same keys, so its
-    windows are read several times: cut to their first 1, 2, 4, … tokens, and whole.
-    Images are read whole only.
+    Row t of a decoder sees t keys, counted from 1. All rows of an encoder see the same
+    keys, so its windows are read several times: cut to their first 1, 2, 4, … tokens,
+    and whole. Images are only read whole.
 
     Args:
         measure: returns an array [T] with a number for each row.
@@ -196,71 +179,15 @@ def _first_tokens(rows: list[Row], count: int) -> list[Row]:
 
 
 def nan_mean(x: ArrayLike, axis: int = 0) -> np.ndarray:
-    """Return the mean of the numbers that are not NaN; NaN where all are."""
+    """Return the mean of the numbers that are not NaN; NaN where all are NaN."""
     x = np.asarray(x)
     known = ~np.isnan(x)
     total, count = np.where(known, x, 0).sum(axis), known.sum(axis)
     return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
-def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
-    """Return a few rows, with their padding, spread over the held-out examples.
-
-    There are 4 rows (32 if they are images), or `--batches` if that is fewer. Rows are
-    as long as in training, and rows of text have at most 512 tokens.
-    """
-    model = run.config.model
-    whole = run.examples.fixed_length or model.length <= LONGEST
-    length = model.length if whole else LONGEST
-    most = IMAGES if model.patch else WINDOWS
-    count = min(options.batches or most, most)
-    if run.examples.separate:
-        return _rows_within_documents(run, length, count)
-    batches = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
-    if not model.classes and len(batches) > 1:  # the last window may not be filled
-        batches = [batch for batch in batches if _is_filled(*batch)]
-    return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
-
-
-def _rows_within_documents(run: LoadedRun, length: int, count: int) -> list[Row]:
-    """Return windows that lie within one document each, spread over the candidates.
-
-    If none of the candidates does, return candidates that span several documents.
-    """
-    rows = run.examples.heldout_batches((1, length), CANDIDATES * count)
-    drawn = [row(0, 1) for row in rows]
-    within = [row for row in drawn if not row[0].segment_ids.any() and row[2].all()]
-    chosen = within or drawn
-    step = -(-len(chosen) // count)
-    return [(inputs.tokens[0], targets[0]) for inputs, targets, _ in chosen[::step]]
-
-
-def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:
-    """Return whether a row of text is neither padded nor filled up at its end.
-
-    A window beyond the end of the text repeats the last token, with weight 0.
-    """
-    return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
-
-
-def _window(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Window:
-    """Return a row without its padding."""
-    if inputs.ndim > 1:
-        return Window(None, targets, visible)
-    exists = inputs >= 0
-    if len(targets) == len(inputs):
-        targets = targets[exists]
-    return Window(inputs[exists], targets, visible)
-
-
-def visible_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
-    """Return the pairs (query, key) of `count` tokens that attention may use."""
-    pairs = np.ones((count, count), bool)
-    return np.tril(pairs) if causal else pairs
-
-
 def read(model: Model, inputs: Inputs) -> list[Layer]:
-    """Return what every layer of a model computes on one window, without padding.
+    """Return a `Layer` for every layer of a model on one window, without padding.
 
     The model is not changed. Memory O(N T²) per layer.
     """

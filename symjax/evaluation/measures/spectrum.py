@@ -1,16 +1,15 @@
 """Singular values of scores and maps, similarity of tokens, chains (task `spectrum`).
 
-A map of which one singular value σ₁ stands out maps all tokens to almost the same
-vector, and a stack of such maps makes tokens alike ("rank collapse"). The ratio σ₁/σ₂
-says by how much it stands out. The uniform map U of the visible keys is the direction
-that stands out in softmax maps of random tokens: A − U has a ratio near 1 there, and
-so has A₁ − λA₂ for λ near 1. Three tables:
+If the largest singular value σ₁ of a map is far above σ₂, the map gives all tokens
+almost the same vector, and a stack of such maps makes tokens alike ("rank collapse").
+In softmax maps of random tokens, σ₁ belongs to the uniform map U of the visible keys:
+A − U has a ratio σ₁/σ₂ near 1, and so has A₁ − λA₂ for λ near 1. Three tables:
 
     spectrum             σ₁, σ₂ and σ₁/σ₂ of the matrices of each layer
     spectrum_similarity  how alike the tokens are after each layer
     spectrum_chains      maps without a causal mask as Markov chains (`chains`)
 
-Numbers are means over heads and a few held-out windows (`reading`), in float64.
+Numbers are means over heads and a few held-out windows, in float64.
 
 Source: Nait Saada et al. 2024, arXiv:2410.07799 (the outlier and rank collapse); Dong
 et al. 2021, arXiv:2103.03404 (collapse by depth).
@@ -27,14 +26,15 @@ from symjax.evaluation.measures.approximation import exact_map
 from symjax.evaluation.measures.attended import uniform_map
 from symjax.evaluation.measures.chains import balance_error, is_stochastic, stationary
 from symjax.evaluation.measures.ranks import PRODUCTS, ranks, singular_values
-from symjax.evaluation.measures.reading import Layer, Window, by_layer, nan_mean
+from symjax.evaluation.measures.reading import Layer, by_layer, nan_mean
 from symjax.evaluation.measures.spread import entropies
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options, Result, table
 from symjax.figures import Lines
 from symjax.layers.parts.table import part_of
 from symjax.models.build import attentions
 
-SMALLEST = 1e-6  # of σ/σ₁ in figures and ratios: the rounding error of float32
+SMALLEST = 1e-6  # least σ/σ₁ in figures and ratios, near the rounding of float32
 
 Spectra = dict[str, Float[np.ndarray, " k"]]
 
@@ -42,13 +42,12 @@ Spectra = dict[str, Float[np.ndarray, " k"]]
 def spectrum(run: LoadedRun, options: Options) -> Result:
     """Measure singular values, the similarity of tokens, and Markov chains, by layer.
 
-    σ₁/σ₂ is the mean of σ₁ over the mean of σ₂. QKᵀ (QQᵀ or QUQᵀ with symmetric keys)
-    is taken without scale and mask; the maps of a decoder are causal.
+    σ₁/σ₂ is the mean of σ₁ divided by the mean of σ₂. QKᵀ (QQᵀ or QUQᵀ with symmetric
+    keys) has neither scale nor mask; the maps of a decoder are causal.
 
     Chains need maps without a causal mask. In an encoder they are the maps of its
-    branches. In a decoder they are softmax(QKᵀ/√H) of all pairs of tokens of a window,
-    in layers whose mechanism is softmax; its own maps are causal and have no chain
-    worth measuring.
+    branches. In a decoder they are softmax(QKᵀ/√H) without the mask, in layers whose
+    mechanism is softmax.
     """
     causal = config.is_causal(run.config.model)
     layers = attentions(run.model())
@@ -138,7 +137,7 @@ def _spectra_figure(curves: dict[tuple[int, str], list[float]]) -> Lines:
 def spectra(layer: Layer, window: Window) -> Spectra:
     """Return the mean singular values of each matrix of a layer, largest first.
 
-    The matrices are those of the task `rank`, and the map of each branch less U.
+    The matrices are those of the task `rank`, and the map of each branch minus U.
     """
     found = singular_values(layer)
     centred = layer.branches.astype(np.float64) - uniform_map(window.visible)
@@ -148,9 +147,10 @@ def spectra(layer: Layer, window: Window) -> Spectra:
 
 
 def likeness(hidden: Float[np.ndarray, "T D"]) -> Float[np.ndarray, "2"]:
-    """Return the mean cosine of two tokens, and Σ σ²/σ₁² of the matrix of all tokens.
+    """Return the mean cosine of two different tokens, and the stable rank Σ σ²/σ₁² of
+    the matrix of all tokens.
 
-    The cosine is NaN for a single token, which has no other.
+    The cosine of a single token is NaN.
     """
     hidden = hidden.astype(np.float64)
     lengths = np.linalg.norm(hidden, axis=-1, keepdims=True)
@@ -171,10 +171,10 @@ def unmasked(layer: Layer) -> Float[np.ndarray, "N P T T"]:
 def chain_numbers(
     maps: Float[np.ndarray, "N P T T"],
 ) -> Float[np.ndarray, "3"] | None:
-    """Return e^H(π), the largest π and the error of detailed balance, as means.
+    """Return means of e^H(π), of the largest π and of the error of detailed balance.
 
-    Means leave out chains in which not all tokens reach each other. None if the maps
-    are no chains.
+    Chains in which not all tokens reach each other are left out. None if a map is no
+    chain, because it has weights below 0 or rows that do not sum to 1.
     """
     if not is_stochastic(maps):
         return None
@@ -190,7 +190,7 @@ def chain_numbers(
 
 
 def _mean_spectrum(windows: list[Float[np.ndarray, " k"]]) -> list[float]:
-    """Return the mean over windows, up to the shortest of them."""
+    """Return the mean of spectra over windows, cut to the shortest spectrum."""
     least = min(map(len, windows))
     return np.mean([x[:least] for x in windows], axis=0).tolist()
 

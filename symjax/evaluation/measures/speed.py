@@ -1,16 +1,16 @@
 """Speed and memory of prefill, training and decoding, against softmax attention.
 
-The reference is the same model with plain softmax attention in every block. Lengths are
-128, 256, … 2048 tokens, or those of `--lengths`, one row each. A rate is tokens per
-second: the tokens of one call divided by the median time of 5 rounds. "÷ softmax" is
-the median over rounds of (time of softmax) / (time of the model): above 1 the model is
-faster. MiB are arguments and workspace of the compiled program, and "MiB ÷ softmax"
+The reference is the same model with plain softmax attention in every block. The batch
+is one row of 128, 256, … 2048 tokens, or of `--lengths` tokens. "tokens/s" are the
+tokens of one call divided by the median time of 5 rounds. "÷ softmax" is the median
+over rounds of (time of softmax) / (time of the model): above 1 the model is faster.
+"MiB" is the memory of arguments and workspace of the compiled program. "MiB ÷ softmax"
 above 1 means more memory than softmax. A second table has the crossover: the length
-from which the model is faster.
+from which the model is at least as fast.
 
 Rounds of both models alternate, so that other load on the machine affects both equally.
-Weights are drawn anew, since time does not depend on them. Nothing goes into the JSON
-of a checkpoint, which is the same bytes each time.
+Weights are random, not those of the checkpoint, since time does not depend on them.
+Times are not in the JSON, which has the same bytes for the same checkpoint.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from symjax.training.step import batch_like, compile_program
 LENGTHS = tuple(2**i for i in range(7, 12))  # tokens of a row, without --lengths
 ROUNDS = 5
 STEPS = 16  # tokens decoded in a round
-PATIENCE = 60.0  # seconds; of LENGTHS, one that takes more is the last one
+PATIENCE = 60.0  # if a length takes more seconds, longer ones of LENGTHS are left out
 MIB = 2**20
 
 
@@ -58,9 +58,9 @@ class Job(NamedTuple):
 def speed(run: LoadedRun, options: Options) -> Result:
     """Measure tokens per second and memory by length, against softmax.
 
-    The work is a prefill of the row, a training step on the row, and for decoders 16
-    decoded tokens at the end of a full context. `Options.lengths` are measured all,
-    however long they take.
+    Three works are timed: a prefill of the row, a training step on the row, and for
+    decoders the decoding of the last 16 tokens of the row. The lengths of
+    `Options.lengths` are measured however long they take.
     """
     lengths = options.lengths or LENGTHS
     model = run.config.model
@@ -100,9 +100,9 @@ def speed(run: LoadedRun, options: Options) -> Result:
 def crossover(lengths: Sequence[float], ratios: Sequence[float]) -> str:
     """Return the length from which all longer rows have ratios of 1 or more.
 
-    Between two measured lengths the ratio is taken to be a power of the length. The
-    result is "≤ 128" if the ratio is 1 or more at all lengths, of which 128 is the
-    first, and "> 2048" if it is below 1 at 2048, the last.
+    Between two measured lengths the ratio is interpolated as a power of the length. For
+    lengths from 128 to 2048, the result is "≤ 128" if the ratio is 1 or more at all of
+    them, and "> 2048" if the ratio at 2048 is below 1.
     """
     slower = [i for i, ratio in enumerate(ratios) if ratio < 1]
     if not slower:
@@ -121,7 +121,7 @@ def mechanisms(model: config.Model) -> list[str]:
 
 
 def name_of(model: config.Model) -> str:
-    """Return a name for the model: its mechanisms, keys and maps."""
+    """Return a name for the model: its mechanisms, differential form and keys."""
     chosen = model.attention
     parts = ["+".join(dict.fromkeys(mechanisms(model)))]
     if chosen.differential != "none":
@@ -132,7 +132,7 @@ def name_of(model: config.Model) -> str:
 
 
 def compare_with_softmax(options: config.Config, length: int) -> list[tuple[Any, ...]]:
-    """Return rows (work, length, tokens/s, ÷ softmax, MiB, MiB ÷ softmax).
+    """Return a row (work, length, tokens/s, ÷ softmax, MiB, MiB ÷ softmax) per work.
 
     Raises:
         ValueError: a training step needs more memory than there is.
@@ -158,7 +158,7 @@ def compare_with_softmax(options: config.Config, length: int) -> list[tuple[Any,
 def with_length(model: config.Model, length: int) -> config.Model:
     """Return the model for rows of `length` tokens, or images of `length` patches.
 
-    Such an image is one patch high.
+    These images are one patch high.
     """
     image = model.image
     if model.patch:
@@ -172,7 +172,7 @@ def with_softmax(model: config.Model) -> config.Model:
 
 
 def time_in_turns(*jobs: Callable[[], Any]) -> np.ndarray:
-    """Return seconds [jobs, rounds]; a first round, which may compile, is left out."""
+    """Return seconds [jobs, rounds], without a first round, which may compile."""
     seconds = np.zeros((len(jobs), ROUNDS + 1))
     for turn in range(ROUNDS + 1):
         for index, job in enumerate(jobs):
@@ -213,7 +213,8 @@ def training(options: config.Config, length: int) -> Job:
 
 
 def decoding(options: config.Config, length: int) -> Job:
-    """Return a job that decodes the last 16 tokens of a row; the cache has the rest."""
+    """Return a job that decodes the last 16 tokens of a row, with the others in the
+    cache."""
     graph, weights = _split_model(options)
     steps = min(STEPS, length)
 

@@ -1,12 +1,12 @@
-"""Over how many keys the rows of attention maps spread: entropy, support, sparsity.
+"""Spread of attention over keys: entropy, support and sparsity of the rows of maps.
 
     entropy  H_t = −Σ_s p_ts ln p_ts in nats, with the shares p_ts = |a_ts| / Σ_s |a_ts|
-    support  number of keys with a_ts ≠ 0, for sparse mechanisms; for all mechanisms
-             Σ p_ts of the k largest shares, and Hoyer's sparsity of the row
+    support  number of keys with a_ts ≠ 0, for sparse mechanisms; for all mechanisms the
+             sum of the k largest shares, and Hoyer's sparsity of the row
 
 A row that sees n keys has an entropy between 0 (all weight on one key) and ln n
-(uniform), and e^H is the number of keys that it uses in effect. All numbers are means
-over heads and over rows of a few held-out windows (`reading`).
+(uniform). e^H is the effective number of keys. All numbers are means over heads and
+over rows of a few held-out windows.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ from symjax.evaluation.loading import LoadedRun
 from symjax.evaluation.measures.attended import MAPS, Shares, shares
 from symjax.evaluation.measures.reading import (
     Layer,
-    Window,
     mean_by_keys,
     mean_over_rows,
     nan_mean,
 )
+from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options, Result, Table, table
 from symjax.figures import Lines
 from symjax.models.build import attentions
@@ -36,9 +36,9 @@ SPARSITY = *(f"top_{k}" for k in TOPS), "hoyer"
 def entropy(run: LoadedRun, options: Options) -> Result:
     """Measure the entropy of rows by the number n of keys they see, beside ln n.
 
-    The slope dH/d ln n is 1 for uniform attention, and 0 if rows use the same number of
-    keys however many they see. Row t of a decoder sees t keys. The windows of an
-    encoder are cut to their first n tokens (`mean_by_keys`).
+    The slope dH/d ln n is 1 for uniform attention, and 0 if the effective number of
+    keys does not depend on n. Row t of a decoder sees t keys. The windows of an encoder
+    are cut to their first n tokens (`mean_by_keys`).
     """
     counts, means = mean_by_keys(
         run, options, lambda layer: entropies(shares(layer.map)).mean(axis=0)
@@ -103,13 +103,14 @@ def support(run: LoadedRun, options: Options) -> Result:
     """Measure how many keys have a nonzero weight, and how unequal all weights are.
 
     `keys` is the mean number of nonzero weights per row of a sparse layer, and `share`
-    their part of the visible keys. Few weights are zero in other layers. So all layers
-    have the shares of |a| on the 1, 4 and 16 largest weights of a row, and the sparsity
+    is that number divided by the number of visible keys. Other layers have few weights
+    that are exactly zero. So for all layers two more measures are taken: the shares of
+    the 1, 4 and 16 largest |a| of a row, and the sparsity
 
         (√n − Σ|a| / √Σa²) / (√n − 1)
 
-    of a row that sees n ≥ 2 keys: 0 if all |a| are equal, 1 if one is not 0. In a
-    differential layer compare A with its branches A₁ and A₂.
+    of a row that sees n ≥ 2 keys, which is 0 if all |a| are equal, and 1 if only one of
+    them is not 0. In a differential layer, compare A with its branches A₁ and A₂.
 
     Source: Hoyer 2004, Journal of Machine Learning Research 5, equation for sparseness
         (section 3.1).
@@ -151,7 +152,7 @@ def support(run: LoadedRun, options: Options) -> Result:
 def _sparsities(
     run: LoadedRun, options: Options, mechanisms: list[str]
 ) -> tuple[list[dict[str, Any]], Table]:
-    """Return the sparsity of the maps of every layer: a record of each, and a table."""
+    """Return the sparsity of the maps of every layer, as records and as a table."""
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         maps = [layer.map]
@@ -174,7 +175,8 @@ def sparsity(
 ) -> Float[np.ndarray, "4 N T"]:
     """Return the shares of the 1, 4 and 16 largest |weights|, and Hoyer's sparsity.
 
-    NaN in rows of zeros, and for the last in rows that see fewer than two keys.
+    Rows of zeros have NaN. Hoyer's sparsity is also NaN in rows with fewer than two
+    visible keys.
 
     Args:
         counts: number of keys that each row sees.

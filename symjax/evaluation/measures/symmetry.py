@@ -5,12 +5,13 @@ positions. Two numbers in [−1, 1] describe the matrix W [D D]:
 
     symmetry   (|S|² − |N|²) / |W|² = tr(W²) / |W|², with S and N the symmetric and
                the skew part of W: 1 for W = Wᵀ, −1 for W = −Wᵀ, about 0 for random W
-    direction  (c − r) / (c + r): c is the sum of those lengths of columns of W that
-               exceed the mean of all by two standard deviations, r the same of rows; 1
-               if only columns stand out, −1 if only rows do, 0 for W = Wᵀ
+    direction  (c − r) / (c + r), with c the sum of the lengths of the outlier columns
+               of W, and r the same for rows. Outliers exceed the mean length of columns
+               (or rows) by more than two standard deviations. 1 if only columns have
+               outliers, −1 if only rows have, 0 for W = Wᵀ
 
-Row i of W is about entry i of queries, column j about entry j of keys. Encoders are
-reported to become symmetric, and decoders to have large columns.
+Row i of W multiplies entry i of the query token, and column j entry j of the key token.
+Encoders are reported to become symmetric, and decoders to have large columns.
 
 Biases, norms of queries and keys, convolutions and rotations by positions are left out.
 
@@ -31,15 +32,15 @@ from symjax.models.build import attentions
 
 OUTLIER = 2  # standard deviations above the mean length of rows or columns
 
-Factor = Float[np.ndarray, "*N D H"]  # of W = Q Kᵀ
+Factor = Float[np.ndarray, "*N D H"]  # Q or K of W = Q Kᵀ
 
 
 def symmetry(run: LoadedRun, options: Options) -> Result:
     """Measure the symmetry and the direction of W_q W_kᵀ, by layer.
 
-    The matrix of a layer is the sum of those of its heads and branches, as in the
-    source. `symmetry of heads` and `direction of heads` are means of the scores of
-    single heads and branches.
+    W of a layer is the sum of W over its heads and branches, as in the source.
+    `symmetry of heads` and `direction of heads` are measured for each head and branch,
+    and averaged.
     """
     # A universal model repeats one layer, which has one row.
     layers = list({id(layer): layer for layer in attentions(run.model())}.values())
@@ -70,7 +71,7 @@ def symmetry(run: LoadedRun, options: Options) -> Result:
     ]
     if others:
         names = ", ".join(sorted(set(others)))
-        text.append(f"layers without W_q W_kᵀ, since z is not linear: {names}")
+        text.append(f"no W_q W_kᵀ, since queries are not linear in tokens: {names}")
     if not rows:
         return Result({"symmetry": rows}, text[2:])
     names = ("symmetry", "direction")
@@ -85,8 +86,8 @@ def symmetry(run: LoadedRun, options: Options) -> Result:
 def factors(layer: Attention) -> tuple[Factor, Factor]:
     """Return the weights of queries and keys [N D H] of all heads and branches.
 
-    Keys and noise maps that heads share are repeated. Keys of symmetric attention are
-    made from the weights of queries, as the layer makes them from queries.
+    Weights that several heads share are repeated. For symmetric attention the weights
+    of keys are computed from those of queries.
     """
     sizes = layer.mixer.sizes
 

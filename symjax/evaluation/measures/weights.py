@@ -18,9 +18,9 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
     """Measure λ of A₁ − λA₂ by layer, and how it changed over the steps of training.
 
     Differential V1 has one λ per layer: λ = λ₁ − λ₂ + λ_init. V2 has one for every
-    token and head, so the table has means over held-out tokens. Steps are those of the
-    evaluations during training, or the kept checkpoints if no λ was logged. The result
-    is empty if the attention is not differential.
+    token and head, so the table has means over held-out tokens. The steps are those of
+    the evaluations during training. If these logged no λ, λ of V1 is read from the kept
+    checkpoints. The result is empty if the attention is not differential.
     """
     if run.config.model.attention.differential == "v2":
         return _lambdas_v2(run, options)
@@ -31,7 +31,7 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
     text: list[str] = []
     layers, now = zip(*((row["layer"], row["lambda"]) for row in rows), strict=True)
     steps = _logged(run, layers) | {run.step: now}
-    if len(steps) < 2:  # the run logged no λ, or its averaged weights are measured
+    if len(steps) < 2:  # no λ was logged, or averaged weights (--ema) are measured
         steps = {
             at.step: [row["lambda"] for row in lambda_table(at.model())]
             for at in history(run, text.append)
@@ -43,7 +43,7 @@ def lambdas(run: LoadedRun, options: Options) -> Result:
 
 
 def _logged(run: LoadedRun, layers: Sequence[int]) -> dict[int, Sequence[float]]:
-    """Return step → λ of these layers, as the evaluations of training logged them."""
+    """Return step → λ of these layers, as logged by the evaluations during training."""
     if run.ema:
         return {}
     names = [f"{LAMBDA}{layer}" for layer in layers]
@@ -68,7 +68,7 @@ def _by_step(
 
 
 def _lambdas_v2(run: LoadedRun, options: Options) -> Result:
-    """Measure λ of differential V2: means over held-out tokens, by layer and head."""
+    """Measure λ of differential V2 by layer and head: means over held-out tokens."""
 
     def measure(_, layer: Layer) -> np.ndarray:
         """Return λ of every head and token [N T]; NaN in a layer without λ."""
@@ -87,7 +87,7 @@ def _lambdas_v2(run: LoadedRun, options: Options) -> Result:
     steps = _logged(run, layers)
     if len(steps) < 2:
         return Result({"lambda": rows}, text, tables)
-    text.append("by step: the means over the first held-out batch, as training goes")
+    text.append("by step: means over the first held-out batch, logged during training")
     title = "Mean λ of every layer on the first held-out batch"
     by_step, lines = _by_step(layers, steps, title)
     return Result({"lambda": rows}, text, (*tables, by_step), (lines,))
@@ -96,8 +96,8 @@ def _lambdas_v2(run: LoadedRun, options: Options) -> Result:
 def dimension(run: LoadedRun, options: Options) -> Result:
     """Compare the head sizes of the model with the rule of thumb 8 ln n.
 
-    The rule says which size of queries and keys can tell n tokens apart. A head of size
-    H reaches e^(H/8) tokens by the rule.
+    By the rule, queries and keys of size 8 ln n can tell n tokens apart, so a head of
+    size H can tell e^(H/8) tokens apart.
     """
     length = run.config.model.length
     layers = attentions(run.model())

@@ -1,0 +1,95 @@
+"""Held-out windows on which the layers of a model are measured.
+
+`heldout_rows` chooses a few rows of the held-out examples, with their padding, and
+`window_of` makes a `Window` without padding of such a row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.results import Options
+
+WINDOWS = 4  # the most held-out windows that are read
+IMAGES = 32  # the most images, which have few tokens
+CANDIDATES = 8  # windows drawn for each one read, to find some within one document
+LONGEST = 512  # the most tokens of a window of text; each head then has a map [512 512]
+
+# Token ids of a row, negative at padding; or an image.
+Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
+Row = tuple[Inputs, np.ndarray]  # inputs and targets
+
+
+class Window(NamedTuple):
+    """A held-out row without its padding.
+
+    Attributes:
+        tokens: token ids; None for an image.
+        targets: the token to predict at each position, negative where there is none;
+            for a classifier the label.
+        visible: the pairs (query, key) that attention may use: key ≤ query in a
+            decoder, all pairs in an encoder. model.attention.window is ignored.
+    """
+
+    tokens: Int[np.ndarray, "T"] | None
+    targets: Int[np.ndarray, "T"]
+    visible: Bool[np.ndarray, "T T"]
+
+
+def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
+    """Return a few rows, with their padding, spread over the held-out examples.
+
+    There are 4 rows (32 if they are images), or `--batches` if that is fewer. Rows are
+    as long as in training, and rows of text have at most 512 tokens.
+    """
+    model = run.config.model
+    whole = run.examples.fixed_length or model.length <= LONGEST
+    length = model.length if whole else LONGEST
+    most = IMAGES if model.patch else WINDOWS
+    count = min(options.batches or most, most)
+    if run.examples.separate:
+        return _rows_within_documents(run, length, count)
+    batches = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
+    if not model.classes and len(batches) > 1:  # the last window may be filled up
+        batches = [batch for batch in batches if _is_filled(*batch)]
+    return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
+
+
+def _rows_within_documents(run: LoadedRun, length: int, count: int) -> list[Row]:
+    """Return windows that each lie within one document, spread over the candidates.
+
+    If no candidate lies within one document, return windows of several documents.
+    """
+    rows = run.examples.heldout_batches((1, length), CANDIDATES * count)
+    drawn = [row(0, 1) for row in rows]
+    within = [row for row in drawn if not row[0].segment_ids.any() and row[2].all()]
+    chosen = within or drawn
+    step = -(-len(chosen) // count)
+    return [(inputs.tokens[0], targets[0]) for inputs, targets, _ in chosen[::step]]
+
+
+def _is_filled(inputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> bool:
+    """Return whether a row has neither padding nor repeated tokens at its end.
+
+    A window that reaches beyond the end of the text repeats the last token, with
+    weight 0.
+    """
+    return bool((inputs >= 0).all() and (weights[targets >= 0] > 0).all())
+
+
+def window_of(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Window:
+    """Return a row without its padding; `visible` has the pairs of its tokens."""
+    if inputs.ndim > 1:
+        return Window(None, targets, visible)
+    exists = inputs >= 0
+    if len(targets) == len(inputs):
+        targets = targets[exists]
+    return Window(inputs[exists], targets, visible)
+
+
+def visible_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
+    """Return the pairs (query, key) of `count` tokens that attention may use."""
+    pairs = np.ones((count, count), bool)
+    return np.tril(pairs) if causal else pairs

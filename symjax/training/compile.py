@@ -19,11 +19,11 @@ def compiled_step(
     """Return the compiled training step for batches of `shape`; print that it compiles.
 
     Args:
-        refuse: whether to refuse a step that needs more memory than a device has. False
-            for devices that this machine does not have.
-        machine: name of another machine that the step is compiled for.
+        refuse: whether to refuse a step that needs more memory than a device has. It is
+            False when compiling for devices that this machine does not have.
+        machine: name of another machine that the step is compiled for, for the line.
     Raises:
-        ValueError: the step needs more memory than there is.
+        ValueError: `refuse` is True, and the step needs more memory than a device has.
     """
     if refuse:  # before compiling too, since absurd sizes may crash a compiler
         state = shard_bytes((program.state, program.constants))
@@ -45,7 +45,7 @@ def check_memory(needed: int, what: str) -> None:
 
     Args:
         needed: bytes on each device.
-        what: needs them; the message begins with it.
+        what: beginning of the message: what needs the memory, and a verb.
     Raises:
         ValueError: there is less memory; the message names both sizes.
     """

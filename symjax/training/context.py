@@ -23,8 +23,8 @@ class Skips:
     """Counters of the steps that the optimizer's guard has skipped.
 
     Attributes:
-        total: all of them, also before the run resumed.
-        in_a_row: those since the last step that was taken.
+        total: number of all skipped steps, including those before the run resumed.
+        in_a_row: number of skipped steps since the last step that was taken.
     """
 
     total: int
@@ -46,7 +46,7 @@ class History(NamedTuple):
 
     Attributes:
         changed: a line for each key that a resumed run was allowed to change.
-        sessions: as `sessions`.
+        sessions: the result of the function `sessions`.
     """
 
     changed: list[str]
@@ -77,8 +77,8 @@ class Run(NamedTuple):
     def due(self, every: int, done: int) -> bool:
         """Return whether something is due after step `done`.
 
-        It is after every `every` steps, and after the last one; `every` 0 means only
-        after the last one.
+        It is due after every `every` steps and after the last step. With `every` 0 it
+        is due only after the last step.
         """
         return done == self.options.steps or (every > 0 and done % every == 0)
 
@@ -97,8 +97,9 @@ def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
     of Python, symjax, jax and flax.
 
     Args:
-        meta: of the checkpoint that a resumed run starts from; None for a new run.
-        step: that the run starts from now.
+        meta: metadata of the checkpoint that a resumed run starts from; None for a new
+            run.
+        step: the step that the run starts from now.
     """
     now = datetime.now(UTC).isoformat(" ", "minutes").removesuffix("+00:00")
     versions = {

@@ -1,4 +1,4 @@
-"""Evaluation of a run on held-out examples: loss, numbers by layer, and a sample."""
+"""Evaluation of a run on held-out examples: loss, layer statistics, and a sample."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ from symjax.training.context import Run
 from symjax.training.step import Means, State, means
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
-MAPS, LONGEST_MAP = 4, 512  # rows of which maps are measured, tokens of a row
+MAPS, LONGEST_MAP = 4, 512  # number of rows whose maps are measured; most tokens of one
 MEAN_OR_LARGEST = {"entropy": np.mean, "largest_logit": np.max}  # over rows
 
 
@@ -31,7 +31,7 @@ def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
     """Return the held-out loss; show and log it, with a sample if it is configured.
 
     Args:
-        norms: of the gradient of each layer [layers] in the last step, to be logged.
+        norms: gradient norm of each layer [layers] in the last step, to be logged too.
     Raises:
         FloatingPointError: the loss is not finite.
     """
@@ -75,8 +75,8 @@ def measure(run: Run, state: State, count: int) -> Means:
 def lambdas(run: Run, state: State) -> dict[str, float]:
     """Return λ of every differential layer by its name in metrics.jsonl.
 
-    Differential V2 has one λ for each token and head: their mean over the first
-    held-out batch is returned.
+    Differential V2 has one λ for each token and head. For V2 the mean of these over the
+    first held-out batch is returned.
     """
     kind = run.options.model.attention.differential
     if kind == "none":
@@ -95,9 +95,10 @@ def lambdas(run: Run, state: State) -> dict[str, float]:
 def attention_statistics(run: Run, state: State) -> dict[str, float]:
     """Return entropy and largest logit of every layer, by the names in metrics.jsonl.
 
-    They are measured on 4 held-out rows of at most 512 tokens, one after another. Every
-    device reads the whole row, and computes the heads whose weights it has. A row
-    counts as one document, also if it holds several. Empty if log.attention is off.
+    They are measured on 4 held-out rows, one after another. Rows are cut to 512 tokens
+    if the examples allow shorter rows. Every device reads the whole row, and computes
+    the heads whose weights it has. A row counts as one document, also if it holds
+    several. The dict is empty if log.attention is off.
     """
     if not run.options.log.attention:
         return {}
@@ -124,10 +125,10 @@ def attention_statistics(run: Run, state: State) -> dict[str, float]:
 
 
 def references(examples: Examples, count: int, total: int) -> str:
-    """Return a line of the losses that need no model, to compare a model with.
+    """Return a line with the losses of baselines, such as n-gram tables.
 
-    Tables of n-grams and frequencies of labels are measured on all held-out examples.
-    The line says so if the model was measured on only `count` of `total` batches.
+    The baselines are measured on all held-out examples. The line says so if the model
+    was measured on only `count` of `total` batches.
     """
     partial = count < total and examples.heldout_rows is not None
     where = f"on all {total}" if partial else ""
@@ -140,7 +141,7 @@ def references(examples: Examples, count: int, total: int) -> str:
 
 
 def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
-    """Return the first words of the held-out text and the model's continuation.
+    """Return the first tokens of the held-out text and the model's continuation.
 
     The continuation ends at the end of a document, if the model writes one.
 

@@ -35,10 +35,12 @@ def initial_state(
     A new state has random weights, or the weights of `options.init_from`.
 
     Returns:
-        The state, the constants, the configuration in the checkpoint, if there is one,
-        and that of the model of `init_from`, if its weights were read.
+        The state, the constants, the configuration in the checkpoint (None for a new
+        state), and the model's configuration in `init_from` (None if no weights were
+        read from there).
     Raises:
-        ValueError: the checkpoints or the weights of `init_from` do not fit.
+        ValueError: the checkpoint does not fit the configuration, or the weights of
+            `init_from` do not.
     """
     if not checkpoints.steps():
         state, constants, source = _new_state(options, program, examples)
@@ -57,7 +59,10 @@ def initial_state(
 def _new_state(
     options: config.Config, program: Program, examples: Examples
 ) -> tuple[State, dict[str, Any], config.Model | None]:
-    """Return the weights, the constants, and the model of `init_from` if it is set."""
+    """Return a new state, its constants, and the model's configuration in `init_from`.
+
+    The last is None if `init_from` is not set.
+    """
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
     model, source = program.model, None
@@ -80,11 +85,13 @@ def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> 
     """Return the weights of a run or of a model's folder, converted to `target`.
 
     Args:
-        origin: a workdir with checkpoints, or a folder of symjax or of transformers.
+        origin: a workdir with checkpoints, or a folder of weights in the format of
+            symjax or of transformers.
         examples: data of the new run.
     Raises:
-        ValueError: there is no checkpoint, its tokens are not those of the data, or
-            its weights do not fit the model; the message begins with `init_from`.
+        ValueError: `origin` has no weights, they were trained on other tokens than
+            those of `examples`, or they do not fit the model. The message begins with
+            `init_from`.
     """
     try:
         where = resolve(origin)
@@ -119,7 +126,7 @@ def _run_weights(workdir: epath.Path, examples: Examples) -> Folder:
 def _folder_weights(
     folder: epath.Path, target: config.Model, examples: Examples
 ) -> Folder:
-    """Return the weights of a folder of symjax or of transformers."""
+    """Return the weights of a folder in the format of symjax or of transformers."""
     with local_copy(folder, *SUFFIXES) as here:
         found = read_folder(here)
     language = found.about.get("language")
@@ -161,8 +168,8 @@ def _needed_keys(source: config.Model, target: config.Model) -> list[str]:
 def _placed(values: Any, like: Any) -> Any:
     """Return copies of the arrays with the shardings of another tree.
 
-    They must be copies: a conversion may use one array for two weights, and a training
-    step donates each.
+    A conversion may use one array for two weights. A training step donates each weight,
+    so each needs its own copy.
     """
     shardings = jax.tree.map(lambda x: x.sharding, like)
     return jax.device_put(values, shardings, may_alias=False)

@@ -227,7 +227,9 @@ def peak_speed(program: Program) -> float:
 
 
 def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
-    """Check and show the metrics of a step; write them when log.every is due.
+    """Check and show the metrics of a step.
+
+    They are written to metrics.jsonl when log.every is due, and after a harmful step.
 
     Raises:
         FloatingPointError: loss or gradient are not finite, or the gradient is a spike,
@@ -305,9 +307,9 @@ def stop_waiting(
     """End a run after a signal that came while a step waited for its batch.
 
     Args:
-        pending: metrics of the step before, if they have not been reported.
+        pending: metrics of the last step; None if they have been reported.
     Raises:
-        Interrupted: the step before has been saved, if there was one.
+        Interrupted: always; the last step has been saved, if there was one.
     """
     done = int(state.step)
     if not done:

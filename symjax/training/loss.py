@@ -34,7 +34,7 @@ SCOPE = "token_losses"  # prefix of these operations in compiled programs
 
 
 def hidden_of(model: Any, inputs: Any, dropout_key: Array | None = None) -> Array:
-    """Return hidden states [B T D] of tokens, images, or tokens with documents."""
+    """Return hidden states [B T D] of tokens, images, or tokens with segment ids."""
     if not isinstance(inputs, SegmentedTokens):
         return model.hidden(inputs, dropout_key=dropout_key)
     tokens, segment_ids = inputs
@@ -109,9 +109,9 @@ def objective(
 
     Args:
         z_loss: weight of the squared normalisers.
-        count: the sums are divided by it. For a micro-batch it is the number of targets
-            of the whole batch, so that the results of all micro-batches add up to the
-            mean. None counts `targets`.
+        count: divisor of the sums. For a micro-batch it is the number of targets of the
+            whole batch, so that the results of all micro-batches add up to the mean.
+            None counts the targets in `targets`.
     """
     logits, weights = transformer.output_layer(model)
     count = target_count(targets) if count is None else count

@@ -22,7 +22,7 @@ from symjax.training.step import State
 def introduce(
     run: Run, state: State, saved: config.Config | None, profile: Profile
 ) -> None:
-    """Print what is trained, on which data and devices, and what differs from before.
+    """Print what is trained, on which data and devices, and what a resumed run changes.
 
     Args:
         saved: configuration in the checkpoint of a resumed run.

@@ -45,9 +45,9 @@ def optimizer(
       scaled to the size of AdamW's, so the same rates and decays fit. AdamW updates all
       other weights, including kernels of convolutions.
 
-    Embeddings and the output layer may have another rate and another decay. Moments,
-    and the average of the weights if `ema` asks for one, have the paths and shapes of
-    the weights.
+    Embeddings and the output layer may have another rate and another decay. Moments
+    have the paths and shapes of the weights. So has the average of the weights, which
+    is kept if `ema` is not 0.
 
     | name        | betas                         | eps    |
     |-------------|-------------------------------|--------|
@@ -58,7 +58,8 @@ def optimizer(
     |             | muon's own momentum is 0.95   |        |
 
     Args:
-        steps: of the run; the schedule ends there if `decay_steps` is 0.
+        steps: number of steps of the run; the schedule ends after them if `decay_steps`
+            is 0.
         params_abstract: nested dict of arrays or abstract arrays. Their paths and
             shapes decide which weights decay and which rule each one has.
     Raises:
@@ -119,7 +120,7 @@ def _update_rule(
     """Return the transformations of an update rule.
 
     Args:
-        mask: tree of booleans: which weights decay.
+        mask: tree of booleans, True for weights that decay.
     """
     (first, second), eps = options.betas, options.eps
     decayed = {"weight_decay": decay, "mask": mask}
@@ -221,7 +222,7 @@ class Averaged(NamedTuple):
 
     Attributes:
         average: average of the weights.
-        count: number of steps in the average; the empty tuple if it is not corrected.
+        count: number of steps in the average; () if the average is not corrected.
     """
 
     average: Any
@@ -237,7 +238,7 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
 
     Args:
         corrected: False for runs of `version` 1: a_t = decay · a_{t−1} +
-            (1 − decay) · w_t, where a_0 are the initial weights. They keep the share
+            (1 − decay) · w_t, where a_0 are the initial weights. Their share of a_t is
             decayᵗ.
     Source: Polyak & Juditsky 1992; the exponential form, for instance,
         arXiv:2006.11239; the correction, Kingma & Ba 2014, arXiv:1412.6980, section 3.
@@ -267,9 +268,9 @@ def average_of(state: Any) -> Any:
 def decays(params: Any) -> Any:
     """Return a tree of booleans: whether each weight decays.
 
-    Weights with two axes or more do: kernels, embeddings and the matrices U of pairwise
-    keys. Biases, scales, and all weights with "norm" or "lambda" in their path do not,
-    whatever their shape.
+    Weights with two axes or more decay: kernels, embeddings and the matrices U of
+    pairwise keys. Biases, scales, and all weights with "norm" or "lambda" in their path
+    do not decay, whatever their shape.
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:
@@ -294,9 +295,9 @@ def _labels(
     Args:
         rest: group of all other weights.
         groups: names of the groups that exist.
-        convolutions: whether muon also has the kernels [taps channels] of convolutions,
-            as in runs of `version` 1. They are no matrices: each channel has its own
-            filter.
+        convolutions: whether "muon" also has the kernels [taps channels] of
+            convolutions, as in runs of `version` 1. Later versions exclude them, since
+            each channel has its own filter, so that a kernel is not a matrix.
     """
 
     def label(path: Any, leaf: Any) -> str:
@@ -320,7 +321,7 @@ class Stacks(NamedTuple):
 
     Attributes:
         depth: number of blocks.
-        period: 0 if no layers are stacked.
+        period: number of layers after which shapes repeat; 0 stacks no layers.
     """
 
     depth: int

@@ -19,8 +19,8 @@ def prefetch(
     A batch depends only on its step, so a resumed run needs no state of this iterator.
 
     Args:
-        make: returns the batch of a step. Its exceptions are raised where the batch is
-            taken.
+        make: returns the batch of a step. Its exceptions are raised when the batch is
+            due.
         stop: called repeatedly while a batch is not ready, for instance while a stream
             is slow. If it returns True, None is yielded.
     """

@@ -29,9 +29,9 @@ from symjax.training.workdir import locked, removed_on_failure
 def saved_meta(
     options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """Return the meta of the newest checkpoint; None if there is no checkpoint.
+    """Return the metadata of the newest checkpoint; None if there is no checkpoint.
 
-    The differences in allowed keys are added to its list `changed`.
+    Differences in allowed keys are added to the list `changed` of the metadata.
 
     Args:
         options: configuration of the run that starts.
@@ -74,7 +74,7 @@ def as_begun(
     """Return the configuration with the optimizer's rules that the run began with.
 
     Args:
-        meta: of the newest checkpoint; None for a new run.
+        meta: metadata of the newest checkpoint; None for a new run.
         allow: keys that the run may change.
     """
     if meta is None:
@@ -96,12 +96,12 @@ def open_data(
     """Open the data of a run. Process 0 packs them before the other processes call.
 
     Args:
-        meta: of the newest checkpoint; None if there is no checkpoint.
+        meta: metadata of the newest checkpoint; None if there is no checkpoint.
     Raises:
         ValueError: the data are damaged, too short, invisible to this process or not
             those of the checkpoint. Also if the workdir has metrics but neither data
-            nor checkpoints: then no run wrote them, since a run packs its data before
-            it writes metrics.
+            nor checkpoints. No run wrote such metrics, since a run packs its data
+            before it writes metrics.
     """
     folder = data_folder(workdir)
     packed = (folder / MANIFEST).exists()
@@ -154,12 +154,13 @@ def saved_options(
     """Return the configuration in a checkpoint, checked like one from a user.
 
     Args:
-        meta: of the checkpoint.
+        meta: metadata of the checkpoint.
         warn: called with a line if this process imported other code than the
             checkpoint stores.
     Raises:
-        ValueError: it has no configuration of this version, values are out of range, or
-            it needs code that was not imported (`symjax.imports`).
+        ValueError: the checkpoint has no configuration that this version can read, a
+            value is out of range, or code that it needs was not imported
+            (`symjax.imports`).
     """
     tree = meta.get("config")
     where = f"checkpoint {meta['step']} of {workdir}"
@@ -175,10 +176,11 @@ def saved_options(
 def require_stored(where: epath.Path) -> None:
     """Import the code that a run or a folder of weights stores for its model.
 
-    Does nothing if `where` is neither.
+    Nothing happens if `where` is neither.
 
     Raises:
-        ValueError: the user has not allowed this code (`symjax.imports`), or it fails.
+        ValueError: the user has not allowed this code (`symjax.imports`), or the code
+            fails.
     """
     checkpoints = Checkpoints(where / "checkpoints")
     if checkpoints.steps():
@@ -210,7 +212,7 @@ def check_data(meta: dict[str, Any], examples: Examples, workdir: epath.Path) ->
 def with_vocabulary(options: config.Config, examples: Examples) -> config.Config:
     """Return the configuration with the data's vocabulary or image size filled in.
 
-    Values that are not 0 stay.
+    A vocabulary that is set (not 0) stays.
 
     Raises:
         ValueError: the model's vocabulary is smaller than the tokenizer's, its classes

@@ -1,6 +1,7 @@
 """Read a run's checkpoint to use its model, without the data that it was trained on.
 
-A checkpoint describes its tokens itself (`described`), so `read_run` needs no data.
+A checkpoint stores what its tokens mean (`described`), so `read_run` needs no data.
+Only older checkpoints, which lack this description, need the folder `data`.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ class Saved(NamedTuple):
     """Model of a checkpoint.
 
     Attributes:
-        step: of the checkpoint.
-        config: with the vocabulary or image size that the data decided.
-        language: meaning of the tokens, as `Examples.language`.
-        labels: names of the classes, as `Examples.labels`.
+        step: step of the checkpoint.
+        config: configuration, with the vocabulary or image size of the data.
+        language: meaning of the tokens, as in `Examples.language`.
+        labels: names of the classes, as in `Examples.labels`.
         params, constants: nested dicts of arrays.
     """
 
@@ -50,7 +51,10 @@ class Saved(NamedTuple):
 
 
 def described(examples: Examples, model: config.Model) -> dict[str, Any]:
-    """Return what a checkpoint stores about its examples, to be used without them."""
+    """Return the description of examples that a checkpoint stores.
+
+    With it the model can be used without the data.
+    """
     return {
         "vocabulary": model.vocabulary,
         "image": list(model.image),
@@ -68,8 +72,8 @@ def read_run(
 ) -> Saved:
     """Read a checkpoint of a workdir: the newest whole one by default.
 
-    Only the folder `checkpoints` is read, and `data` too if the checkpoint is older
-    than `described`.
+    It reads only the folder `checkpoints`. If an older checkpoint has no description of
+    its examples (`described`), it reads the folder `data` too.
 
     Args:
         step: read the checkpoint of this step.
@@ -123,9 +127,9 @@ def restored(
     """Restore weights and constants from checkpoints.
 
     Args:
-        state, constants: abstract arrays; `state` has the optimizer's if `ema` is True.
+        state, constants: abstract arrays. `state.optimizer` is needed only with `ema`.
         ema: return the average of the weights, which the optimizer's state holds.
-        step, best: as `Checkpoints.restore`.
+        step, best: as in `Checkpoints.restore`.
     Returns:
         The dict of params and constants, and the meta of the checkpoint.
     """
@@ -139,7 +143,7 @@ def restored(
 def _model_and_examples(
     meta: dict[str, Any], workdir: epath.Path
 ) -> tuple[config.Config, dict[str, Any]]:
-    """Return the configuration with the model's final sizes, and `described`."""
+    """Return the configuration with the sizes of the data, and `described`."""
     options, about = saved_options(meta, workdir), meta.get("examples")
     if about is None:
         folder = data_folder(workdir)
@@ -171,9 +175,9 @@ def _model_and_examples(
 def language_of(meta: dict[str, Any]) -> dict[str, Any]:
     """Return `Examples.language` of a checkpoint.
 
-    Older checkpoints do not name the token that starts a document. Their training rows
-    had it if documents were joined, also before the key `data.documents` existed. It is
-    added here for them.
+    Older checkpoints do not name the token that starts a document. Their training text
+    had this token if several documents were joined, as all were before the key
+    `data.documents` existed. For such checkpoints the token is added here.
     """
     language, fingerprint = meta["examples"]["language"], meta.get("data") or {}
     counts = [fingerprint.get(split) or {} for split in SPLITS]

@@ -1,4 +1,4 @@
-"""Learning rate of each step, and a message if other `steps` change it."""
+"""Learning rate of each step, and a message if a resumed run changes it."""
 
 import math
 
@@ -11,10 +11,11 @@ from symjax import config
 def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     """Return the function from the number of steps taken to the rate of the next step.
 
-    In a warm-up of w steps, step n has n/w of the peak, `learning_rate`. From step w
-    (from step 1 without a warm-up) the rate falls to its end value, `final` times the
-    peak. It reaches this value in step `decay_steps`, or in the last step of the run if
-    `decay_steps` is 0, and stays there.
+    In a warm-up of w steps, step n has n/w of the peak, `learning_rate`. The constant
+    schedules then stay at the peak. The cosine and linear schedules fall from step w
+    (from step 1 without a warm-up) to the end value, `final` times the peak. They reach
+    it in step `decay_steps`, or in the last step of the run if `decay_steps` is 0, and
+    stay there.
 
     `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps.
     If `cooldown` is 0, the rate jumps to its end value after `decay_steps`. A larger
@@ -23,13 +24,14 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
 
     Runs of `version` 1 count steps from 0: in a warm-up the first step has the rate 0,
-    and the last step of the run comes before the end value is reached.
+    and the rate would reach its end value one step after the last.
 
     Args:
-        options: checked by `optimizer`.
-        steps: of the run.
+        options: options that `optimizer` has checked.
+        steps: number of steps of the run.
     Raises:
-        ValueError: there are too few steps for the warm-up and the cool-down.
+        ValueError: there are too few steps for the warm-up and the cool-down, or the
+            warm-up of `wsd` is a share of the steps.
     """
     name, length = options.schedule, options.decay_steps or steps
     if length < 1:
@@ -98,8 +100,8 @@ def schedule_change(
     """Return a line if a resumed run has other learning rates than were planned.
 
     The rates of the steps that both configurations have are compared, and the line
-    names the step where they differ most. It is None if they agree. That a longer `wsd`
-    run decays later is not reported.
+    names the step where they differ most. The result is None if they agree. The later
+    decay of a longer `wsd` run is not reported, unless the old decay has begun.
 
     Args:
         saved: configuration until now.
@@ -137,5 +139,5 @@ def schedule_change(
 
 
 def _count(steps: float, length: int) -> int:
-    """Return a number of steps; below 1 it is given as a share of `length`."""
+    """Return a number of steps; a value below 1 is a share of `length`."""
     return round(steps * length if steps < 1 else steps)

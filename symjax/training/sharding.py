@@ -21,9 +21,9 @@ ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
 LARGEST = 4096  # most devices that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. * matches any text,
-# slashes too: the index of a layer, for instance. The rules of `symjax.layers` come
-# between the two tables. They are read when a mesh is used, since users add mechanisms
-# with their own rules.
+# including slashes, such as the index of a layer. The rules of `symjax.layers` come
+# between the two tables. `weight_shardings` reads them at each call, since users may
+# add mechanisms with their own rules.
 BEFORE_LAYERS = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
@@ -47,8 +47,8 @@ def simulate(options: config.Mesh) -> bool:
     """Simulate the devices of a mesh on the CPU if the machine has too few.
 
     Returns:
-        Whether it did. Then arrays and compiled functions made before do not work any
-        more.
+        True if devices are simulated. Arrays and compiled functions that were made
+        before the call can then no longer be used.
     Raises:
         ValueError: the mesh has more than `LARGEST` devices.
     """
@@ -114,13 +114,14 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
     On TPUs, weights are gathered before a product. With 32 devices or fewer, XLA would
     otherwise pass shards of a weight around and add one product for each shard, and
-    each product would read and write the whole result. Its compiler estimates 27.8
-    Mcycles for such a product of 16,384 tokens, 2,048 to 5,632 features, on each of 16
-    v5e, and 2.9 Mcycles after a gather.
+    each product would read and write the whole result. For the product of 16,384 tokens
+    with a weight [2,048 5,632] on 16 v5e, XLA's compiler estimates 27.8 Mcycles on each
+    device with passed shards, and 2.9 Mcycles after a gather.
 
     On CPUs, Eigen computes products and YNNPACK only sums, since YNNPACK's products of
-    9,600 tokens with weights are slower. A step of gpt or performer at `:3l` takes 0.88
-    to 0.95 of the time, and a step of diff as long (benchmarks/compiler_options.py).
+    9,600 tokens with weights are slower. With this option a step of gpt or performer at
+    `:3l` takes 0.88 to 0.95 of the time without it, and a step of diff the same time
+    (benchmarks/compiler_options.py).
     """
     return _OPTIONS.get(mesh.devices.flat[0].platform, {})
 

@@ -39,7 +39,7 @@ class State(NamedTuple):
     Attributes:
         step: number of steps made, an int32 scalar.
         params: nested dict of weights.
-        optimizer: state of the optimizer, whose moments are such dicts too.
+        optimizer: state of the optimizer; its moments are nested dicts like `params`.
     """
 
     step: Any
@@ -53,7 +53,8 @@ class Program(NamedTuple):
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
-        Σ w·right); a key turns dropout on, None turns it off
+        Σ w·right), where w are the weights, and right is 1 where the target has the
+        highest logit; a key turns dropout on, None turns it off
 
     Attributes:
         state, constants: abstract arrays with shardings.
@@ -85,7 +86,7 @@ class Program(NamedTuple):
         Each process makes only the rows that its devices hold.
 
         Args:
-            shape: rows, and tokens of a row.
+            shape: (rows, tokens of a row).
             rows: rows(start, stop) returns the NumPy arrays of these rows.
         """
         cached = functools.cache(lambda start, stop: tuple(rows(start, stop)))
@@ -115,8 +116,8 @@ class Steps(NamedTuple):
     """Pure functions of a `Program`, before they are jitted for a mesh.
 
     Attributes:
-        transform: the optimizer. It takes the weights of equal layers as one array, a
-            stack (`stacks`).
+        transform: the optimizer. It takes weights that `stacks` has stacked: one array
+            for equal layers.
     """
 
     options: config.Config
@@ -252,8 +253,8 @@ def _with_threefry_kernel(initial: Callable) -> Callable:
 
     The bits are the same. Without the kernel XLA inlines the generator in every draw,
     which takes long to compile: 152 s instead of 16 s for 24 layers of a model of 353M
-    parameters (two cores, no GPU). It is used on one device only: XLA cannot partition
-    the kernel, so each of several devices would draw all arrays whole.
+    parameters (two cores, no GPU). The kernel is used only if the mesh has one device:
+    XLA cannot partition it, so each of several devices would draw all arrays whole.
     """
     name = "jax_threefry_gpu_kernel_lowering"
 
@@ -271,7 +272,7 @@ def _with_threefry_kernel(initial: Callable) -> Callable:
 
 
 class Means(NamedTuple):
-    """Means over the targets of some batches, weighted.
+    """Weighted means over the targets of some batches.
 
     Attributes:
         loss: Σ weight · loss / Σ weight, in nats per target.
@@ -339,16 +340,16 @@ def accumulated(value_and_grad: Callable, count: int) -> Callable:
     """Return `value_and_grad` summed over `count` micro-batches, one after another.
 
     Args:
-        value_and_grad: for a micro-batch; its results are already divided by the number
-            of targets of the whole batch.
+        value_and_grad: loss and gradient of a micro-batch, already divided by the
+            number of targets of the whole batch.
         count: number of micro-batches, which have equally many rows.
     """
     if count == 1:
         return value_and_grad
 
     def accumulate(params, constants, inputs, targets, key, *whole):
-        # [B …] → [count B/count …]. Strided, so that each device has a part of every
-        # micro-batch and no rows move.
+        # [B …] → [count B/count …]. Micro-batch i has the rows i, i + count, …, so that
+        # each device has a part of every micro-batch and no rows move.
         def cut(x: Array) -> Array:
             return jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
 

@@ -1,15 +1,17 @@
 """Attention transfer: the first steps of a run that converts softmax attention.
 
-With `init_from` and `transfer.match` the first `transfer.steps` steps of a run train
-only the weights that the source lacks: learned feature maps, gates, convolutions. Every
-layer is compared with the layer of the source, on the hidden states of the source:
+The source is the model of `init_from`. With `transfer.match` the first `transfer.steps`
+steps of a run train only the weights that the source lacks: learned feature maps,
+gates, convolutions. Every attention layer is compared with the same layer of the
+source. Both read the hidden states of the source. The error is one of these:
 
-maps      Σ_s a_s ln(a_s / b_s) of the rows a of the source's map and b of the model's;
-          its gradient is that of the cross-entropy of maps
+maps      the KL divergence Σ_s a_s ln(a_s / b_s), where a is a row of the source's map
+          and b the same row of the model's map; it has the gradient of cross-entropy
 outputs   the mean squared error of the outputs of the layer
 
-A step costs a forward pass of the source, one of each attention layer, and a backward
-pass of each layer alone. `maps` takes O(B N T²) memory for every layer. After the
+A step costs a forward pass of the source, a forward pass of each attention layer, and a
+backward pass through each of these layers alone. `maps` takes O(B N T²) memory for
+every layer, and computes attention with T value features in both models. After the
 transfer the optimizer and its schedule begin, and all weights train.
 
 Source: Zhang et al. 2024, arXiv:2402.04347 (maps); Zhang et al. 2024, arXiv:2410.10254
@@ -36,14 +38,14 @@ from symjax.training.optimizer import Guarded, Stacks, optimizer
 from symjax.training.sharding import compiler_options
 from symjax.training.step import TRANSFER_ERROR, Program, State, accumulated
 
-LEAST = 1e-8  # weights of the model's map below it count as this much
+LEAST = 1e-8  # smaller weights of a map are replaced by this one in logarithms
 
 
 def check(options: config.Config) -> None:
     """Refuse keys of `transfer` that contradict each other or the run.
 
     Raises:
-        ValueError: naming both keys.
+        ValueError: two keys contradict each other; the message names both.
     """
     chosen = options.transfer
     if (chosen.match == "none") != (chosen.steps == 0):
@@ -69,14 +71,17 @@ def teacher(
     source: config.Model | None,
     meta: dict[str, Any] | None,
 ) -> config.Model | None:
-    """Return `teacher_of` a run; None if it has no transfer.
+    """Return the model's configuration of the teacher; None without a transfer.
+
+    A new run makes it (`teacher_of`); a resumed run reads it from its checkpoint.
 
     Args:
-        model: of the run, with the vocabulary of its data.
-        source: configuration of the model of `init_from`, in a new run.
-        meta: of the checkpoint that a resumed run starts from.
+        model: the model's configuration of the run, with the vocabulary of its data.
+        source: the model's configuration in `init_from`; None in a resumed run.
+        meta: metadata of the checkpoint that a resumed run starts from.
     Raises:
-        ValueError: as `teacher_of`, or a run that began without a transfer gets one.
+        ValueError: as in `teacher_of`, or a run that began without a transfer asks for
+            one.
     """
     if options.transfer.match == "none":
         return None
@@ -99,15 +104,17 @@ def end_line(options: config.Config, error: float) -> str:
 def teacher_of(source: config.Model, target: config.Model, match: str) -> config.Model:
     """Return the configuration of the model whose layers are to be matched.
 
-    It is `target` with the attention of the source, and has no weights but those of the
-    target that the source has too.
+    It is `target` with the attention of the source. All its weights are weights of
+    `target` too.
 
     Args:
-        source: configuration of the model of `init_from`.
+        source: the model's configuration in `init_from`.
         match: value of transfer.match.
     Raises:
-        ValueError: the source is not softmax, another key of attention decides the
-            meaning of shared weights, or there is nothing to train.
+        ValueError: the source has another mechanism than softmax; it differs from the
+            target in a key that changes the meaning of shared weights; it has weights
+            that the target lacks; the target has no further weights to train; or
+            `match` is "maps" and the rows of the target's maps are not distributions.
     """
     teacher = dataclasses.replace(
         target, attention=source.attention, pattern=source.pattern
@@ -142,10 +149,10 @@ def teacher_of(source: config.Model, target: config.Model, match: str) -> config
 
 
 def _check_maps(target: config.Model) -> None:
-    """Raise unless the rows of all maps are distributions over keys.
+    """Check that the rows of all maps are distributions over keys.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: they are not; the message names the key.
     """
     if (kind := target.attention.differential) != "none":
         raise ValueError(
@@ -161,9 +168,9 @@ def _check_maps(target: config.Model) -> None:
 
 
 def stored(run: config.Config, teacher: config.Model | None) -> dict[str, Any] | None:
-    """Return what checkpoints store of the teacher: the model's keys, as plain values.
+    """Return the teacher's configuration as plain values, for checkpoints.
 
-    A resumed run needs no source: its weights hold those of the teacher.
+    A resumed run does not read `init_from`: its own weights include the teacher's.
     """
     if teacher is None:
         return None
@@ -179,10 +186,11 @@ class TransferSteps(NamedTuple):
     """Pure functions of the transfer, before they are jitted.
 
     Attributes:
-        options: of the run.
-        teacher: as `teacher_of`.
-        transform, later: the optimizer of these steps, and that of the run, whose
-            state begins after them. Both have states of one structure.
+        options: configuration of the run.
+        teacher: the result of `teacher_of`.
+        transform: the optimizer of these steps.
+        later: the optimizer of the run, which begins with a new state after these
+            steps. The states of both have the same structure.
     """
 
     options: config.Config
@@ -195,12 +203,14 @@ class TransferSteps(NamedTuple):
     def errors(
         self, new, params, constants, inputs, targets, key, count
     ) -> tuple[Array, Array]:
-        """Return the error of a micro-batch twice, divided by their number.
+        """Return the error of a micro-batch, divided by the number of micro-batches.
+
+        It is returned twice: to differentiate and to report.
 
         Args:
             new: the weights that train, by path.
-            params: all weights; those of `new` take the place of theirs.
-            targets, key, count: not used, as in `Steps.loss`.
+            params: all weights; those at the paths of `new` are replaced.
+            targets, key, count: not used; `Steps.loss` has the same arguments.
         """
         student = nnx.merge(self.program.graph, _overlaid(params, new), constants)
         model = abstract(self.teacher)
@@ -282,7 +292,7 @@ def compiled_transfer(
 
 
 def _map_error(student, teacher, x, mask, segments) -> Float[Array, ""]:
-    """Return the mean of Σ a ln(a / b) over heads and over rows that exist."""
+    """Return the mean of Σ a ln(a / b) over heads and rows that are not padding."""
     wanted, found = (
         map_of(layer.mixer, operands_of(layer, x, mask, segments))
         for layer in (teacher, student)
@@ -294,7 +304,7 @@ def _map_error(student, teacher, x, mask, segments) -> Float[Array, ""]:
 
 
 def _output_error(student, teacher, x, mask, segments) -> Float[Array, ""]:
-    """Return the mean of (y − z)² over features and over tokens that exist."""
+    """Return the mean squared error over features and tokens that are not padding."""
     wanted, found = (
         layer(x, mask, segments).astype(jnp.float32) for layer in (teacher, student)
     )
@@ -322,7 +332,7 @@ def _overlaid(tree: Any, leaves: dict[str, Any]) -> Any:
 
 
 def _those_of(tree: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the part of a nested dict that another one has."""
+    """Return the entries of a nested dict whose names `like` has too."""
     return {
         name: _those_of(tree[name], part) if isinstance(part, dict) else tree[name]
         for name, part in like.items()

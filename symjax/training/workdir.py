@@ -20,9 +20,9 @@ LOCK = "lock"
 def locked(workdir: epath.Path) -> Iterator[None]:
     """Make the workdir, and lock it against other runs until the block ends.
 
-    The operating system holds the lock, so a killed process leaves none. Folders that
-    are still empty at the end are removed again. Reading needs no lock. A bucket has no
-    locks: there only other runs of this machine are kept out.
+    The operating system holds the lock, so a killed process leaves no lock. Folders
+    that were made here and are empty at the end are removed. Reading needs no lock. A
+    bucket has no locks: the lock then keeps out only other runs on this machine.
 
     Raises:
         ValueError: the workdir cannot be made or written, or another process holds the
@@ -60,7 +60,7 @@ def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(workdir: epath.Path) -> Iterator[None]:
-    """Hold the lock file of a workdir; only warn if the file system has no locks."""
+    """Hold the lock file of a workdir. If it cannot be locked, warn and go on."""
     path = local_folder(workdir) / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:

@@ -25,8 +25,10 @@ _EXCHANGE = ("load", "load_pretrained", "save_pretrained")
 
 
 def __getattr__(name: str) -> Any:
-    """`symjax.attention` and `symjax.load`, after `import symjax`, which itself does
-    not load jax."""
+    """Import `symjax.attention` or a function such as `symjax.load` at its first use.
+
+    `import symjax` itself does not load jax.
+    """
     if name == "attention":
         return import_module("symjax.attention")
     if name in _EXCHANGE:

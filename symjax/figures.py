@@ -25,10 +25,10 @@ class Lines(NamedTuple):
     Attributes:
         series: label → (x, y).
         log_x: the x axis is logarithmic.
-        title: empty: the name.
+        title: by default the name.
         points: label → (x, y) as measured, for series that are smoothed.
-        bands: label → (least y, largest y) of a band around a series. A single point
-            has a bar.
+        bands: label → (least y, largest y) of a band around a series. The band of
+            a single point is drawn as a bar.
         log_y: the y axis is logarithmic.
     """
 
@@ -47,8 +47,8 @@ class Grid(NamedTuple):
     """A matrix of numbers [rows, columns] as colours; None and NaN are grey.
 
     Attributes:
-        title: empty: the name.
-        limit: value of the last colour; None: the largest value.
+        title: by default the name.
+        limit: value of the last colour; by default the largest value.
         unit: label of the colour scale.
     """
 
@@ -86,7 +86,7 @@ class Spread(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """Numbers that are compared with 0, a row for each label, drawn by their means.
+    """Numbers that are compared with 0: one row per label, the largest mean lowest.
 
     A row has a small dot for each point, a large one for the mean, and its interval.
     """

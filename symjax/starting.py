@@ -1,6 +1,6 @@
 """The first line of a program, which appears before the imports that take seconds.
 
-Nothing of jax is imported here: `symjax-train`, `symjax-eval` and the scripts print the
+This module does not import jax: `symjax-train`, `symjax-eval` and the scripts print the
 line first, and import their program afterwards.
 """
 
@@ -35,7 +35,7 @@ def evaluate() -> NoReturn:
 
 
 def announce(program: str, imported: str = "jax") -> None:
-    """Print one line on stderr, in the first process of a run alone."""
+    """Print one line on stderr, only in the first process of a run."""
     if is_first(sys.argv[1:], os.environ):
         line = f"{program} starts: importing {imported}, which takes a while"
         print(line, file=sys.stderr, flush=True)

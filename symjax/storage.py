@@ -6,9 +6,10 @@ gcsfs. A bucket has no locks, and its objects cannot be appended to. A run in a 
 therefore also has a folder on this machine, `local_folder`, for its lock, its metrics
 and its packed data.
 
-`resolve` turns what a user typed into a path. `download`, `upload` and `local_copy`
-move files between the two folders. `check_writable` and `replaced` write: a file is
-written whole or not at all.
+`resolve` turns what a user typed into a path. `download` and `upload` copy files
+between the workdir and the local folder, and `local_copy` copies a folder of a bucket
+to a temporary folder. `replaced` writes each file whole or not at all, and
+`check_writable` tests whether a folder can be written.
 """
 
 import contextlib
@@ -82,7 +83,7 @@ def in_bucket(path: os.PathLike[str]) -> bool:
 
 
 def local_folder(workdir: os.PathLike[str]) -> Path:
-    """Return the folder of this machine in which a run locks, appends and packs data.
+    """Return the folder on this machine for the lock, metrics and packed data of a run.
 
     It is the workdir itself, or for a workdir in a bucket a folder of the user's cache.
     """

@@ -12,7 +12,7 @@ def aligned(
 
     Args:
         justify: str.ljust or str.rjust.
-        least: width of every column but the first.
+        least: least width of every column except the first.
     """
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     widths = [first, *(max(least, width) for width in others)]

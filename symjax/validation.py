@@ -17,8 +17,8 @@ from symjax.config import Config, Model, OwnOptions, own_options
 
 # A resumed run must agree with its checkpoint in these; the rest may change.
 FIXED = ("model", "data", "optimizer", "transfer", "seed", "batch_size")
-# Values of keys for a run that began before these keys existed, where they are not the
-# defaults. Such a run continues with these values.
+# Key → its value in runs that began before the key existed, if it is not the default.
+# Such a run continues with this value.
 BEFORE = {"optimizer.version": 1}
 FREE = (  # keys that may change, because they change results by rounding at most
     "data.cache",

@@ -50,12 +50,13 @@ class Attention(Keys):
     )
     symmetric_initial: bool = key(
         False,
-        "keys with a projection of their own: it begins as a copy of that of queries",
+        "the projection of keys begins as a copy of the projection of queries; needs "
+        "symmetric none or kv",
     )
     key_size: int = key(
         0,
-        "features of a query or key per head, if values keep those of model.head_size; "
-        "0: as many as model.head_size",
+        "features of a query or key per head; values keep the size that "
+        "model.head_size gives; 0: as many as model.head_size",
         least=0,
     )
     differential: str = key(
@@ -199,10 +200,10 @@ class Attention(Keys):
         "auto",
         "how score mechanisms run over whole rows. auto: the first kernel that "
         "supports the call, else rows. rows: blocks of rows in XLA. whole: one map of "
-        "all pairs. tpu, cudnn, gpu_differential: this kernel, of softmax. ring: "
-        "softmax over mesh.sequence, in which keys travel and are not gathered. "
-        "Decoding is always auto. fused and hopper are former names of tpu and "
-        "gpu_differential",
+        "all pairs. tpu, cudnn, gpu_differential: this kernel of softmax. ring: "
+        "softmax over mesh.sequence, which passes keys and values between devices "
+        "instead of gathering them. Decoding is always auto. fused and hopper are "
+        "former names of tpu and gpu_differential",
         (
             *("auto", "rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
             *("fused", "hopper"),

@@ -14,8 +14,8 @@ class Data(Keys):
     source: str = key(
         "stdlib",
         "source of examples. stdlib: Python's own standard library; text: files; hub: "
-        "a Hugging Face data set; packages: files of that library, labelled "
-        "by package; digits: images of scikit-learn; the others are generated tasks",
+        "a Hugging Face data set; packages: files of the standard library, labelled by "
+        "package; digits: images of scikit-learn; the others are generated tasks",
         (
             *("stdlib", "text", "hub", "packages", "digits"),
             *("mqar", "needle", "copy", "reverse", "sort", "swap", "sets", "listops"),

@@ -49,8 +49,8 @@ class OwnOptions(dict[str, Any]):
 class Keys:
     """Group of keys.
 
-    An int becomes a float where the key is a float (clip=0), and a value of older
-    configurations the present one (`key(…, former=…)`).
+    An int becomes a float if the key is a float (clip=0). A value of older
+    configurations becomes the present value (`key(…, former=…)`).
     """
 
     def __repr__(self) -> str:

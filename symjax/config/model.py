@@ -130,9 +130,9 @@ class Model(Keys):
     )
     remat: str = key(
         "none",
-        "recomputation in the backward pass, which saves memory. none; dots: all but "
-        "most products with weights; feedforward: one product of the feed-forward; "
-        "full: whole blocks",
+        "what the backward pass recomputes to save memory. none: nothing; dots: "
+        "everything except most products with weights; feedforward: everything except "
+        "one product of the feed-forward; full: whole blocks",
         ("none", "dots", "feedforward", "full"),
     )
     scan_layers: bool = key(

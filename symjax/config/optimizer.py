@@ -32,13 +32,14 @@ class Optimizer(Keys):
     )
     warmup: float = key(
         0.05,
-        "steps of the linear warm-up of wsd and the warmup_ schedules; its last step "
-        "has the peak; below 1: a share of decay_steps (not for wsd)",
+        "steps of the linear warm-up of wsd and the warmup_ schedules; the last of "
+        "them has the peak rate; below 1: a share of decay_steps (not for wsd)",
         least=0,
     )
     cooldown: float = key(
         0.2,
-        "wsd: steps of the decay, which ends at decay_steps; below 1: a share of it",
+        "wsd: steps of the decay, which ends at decay_steps; below 1: a share of "
+        "decay_steps",
         least=0,
     )
     final: float = key(0.1, "learning rate at the end, as a share of the peak", least=0)
@@ -59,7 +60,7 @@ class Optimizer(Keys):
     )
     embedding_weight_decay: float = key(
         -1.0,
-        "weight decay of the same weights; -1: that of weight_decay",
+        "weight decay of the embeddings and the output layer; -1: as weight_decay",
         least=-1,
     )
     betas: tuple[float, float] = key(
@@ -75,7 +76,7 @@ class Optimizer(Keys):
     )
     nonfinite: str = key(
         "stop",
-        "response to a gradient that is not finite, or a spike. stop: end the run; "
+        "response to a gradient that is not finite or is a spike. stop: end the run; "
         "skip: count the step and leave the weights as they are",
         ("stop", "skip"),
     )

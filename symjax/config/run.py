@@ -15,7 +15,7 @@ class Mesh(Keys):
     """Keys of the device mesh: the number of devices on each axis."""
 
     data: int = key(-1, "devices that split the batch; -1: all that are left")
-    fsdp: int = key(1, "devices that split batch, weights and optimizer")
+    fsdp: int = key(1, "devices that split batch, weights and optimizer state")
     tensor: int = key(1, "devices that split heads and hidden features")
     sequence: int = key(1, "devices that split the tokens of a row")
 
@@ -77,9 +77,10 @@ class Transfer(Keys):
 
     match: str = key(
         "none",
-        "train only the weights that init_from lacks (feature maps, gates), until each "
-        "layer does as that of init_from on the same input. maps: by the cross-entropy "
-        "of attention maps; outputs: by the squared error of the outputs of the layer",
+        "train only the weights that init_from lacks (feature maps, gates), so that "
+        "each layer matches the layer of init_from on the same input. maps: minimise "
+        "the cross-entropy of attention maps; outputs: minimise the squared error of "
+        "the layer's outputs",
         ("none", "maps", "outputs"),
     )
     steps: int = key(

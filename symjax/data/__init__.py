@@ -13,7 +13,7 @@
     labelled.py   texts or images with one label each
     generated.py  tasks with known answers: recall, needles, ListOps, and those of
                   rearranged.py (copying, sorting …) and samples.py (majorities);
-                  draws.py: their random numbers; rows.py: what their rows are
+                  draws.py: their random numbers; rows.py: the type of their rows
     ngrams.py     n-gram baselines; text_statistics.py: held-out targets and their bytes
     delimiters.py the tokens before and after a document, for prompts of a model
     given.py      the text of `eval.py --text` in place of held-out text

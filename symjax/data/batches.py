@@ -51,25 +51,27 @@ class Examples:
             there is no end.
         check_length: raises a ValueError if there are no rows of this length.
         vocabulary: number of token types; 0 for images.
-        unit: the unit that losses are a mean over, such as byte, character, answer or
-            label.
-        size: amount of training data, in words.
+        unit: name of one target, such as byte, character, answer or label; losses are
+            nats per unit.
+        size: phrase for messages with the amount of training data.
         language: a dict of plain values that describe the tokens. A checkpoint keeps
             it, and `examples.tokenizer_of` makes the tokenizer from it.
             "document_start" is the token before every document, from which the first
             token of the document is predicted; texts that older versions packed have
-            no such token. "bos" is a key if all documents and prompts begin with that
-            token.
+            no such token. The key "bos" exists if all documents and prompts begin with
+            that token.
         fingerprint: plain values that identify the examples; one is "sha256".
         references: losses of baselines without a model, by name.
         files: the open files.
-        stream: the process that packs the text; None if it was packed before.
+        stream: the process that packs the text; None if the text is packed.
         tokenizer: the tokenizer of the inputs; None if they are no text.
         text: the text that a decoder learns to continue. None if targets are answers
             (labels, masked tokens, answers of a task); accuracy is reported then.
-        separate: inputs are `SegmentedTokens`: a token sees only its own document.
+        separate: whether inputs are `SegmentedTokens`, in which a token sees only its
+            own document.
         longest: tokens of the longest held-out row; None if any length is possible.
-        fixed_length: the length belongs to the task, so rows cannot be shortened.
+        fixed_length: whether the length belongs to the task, so that rows cannot be
+            shortened.
         labels: names of the classes.
         image: height, width and channels of image inputs; None for tokens.
     """
@@ -102,7 +104,7 @@ class Examples:
 
         Args:
             shape: rows per batch, and tokens per row.
-            step: the steps that were taken before.
+            step: number of steps that were taken before.
         """
         return lambda start, stop: self.train(
             _row_numbers(shape, step, start, stop), shape[1], seed
@@ -113,11 +115,12 @@ class Examples:
     ) -> Iterator[ReadRows]:
         """Return an iterator of functions of (start, stop), one per held-out batch.
 
-        They make rows as the function that `batch` returns. All batches have one shape.
+        Each makes rows like the function that `batch` returns, with weights. All
+        batches have the same shape.
 
         Args:
             count: number of batches, spread evenly over the held-out rows; None for all
-                of them. Examples without an end give their first batches.
+                batches. If held-out rows have no end, their first batches are used.
         """
         total = self.heldout_count(shape)
         count = total if count is None else min(count, total)
@@ -136,7 +139,7 @@ class Examples:
         return math.ceil(self.heldout_rows(shape[1]) / shape[0])
 
     def vanished(self) -> str:
-        """One line if open files were deleted or replaced on disk; else ""."""
+        """Return a line if open files were deleted or replaced on disk; else ""."""
         gone = [str(file) for file in self.files if file.vanished]
         if not gone:
             return ""
@@ -164,10 +167,10 @@ def training_windows(
 ) -> tuple[Any, np.ndarray]:
     """Inputs and targets of rows of a training text.
 
-    The text is cut into windows of length + 1 tokens, each `length` tokens after the
-    one before. An epoch shows every window once, in a pseudo-random order. Each epoch
-    has another order and another shift of the cuts. So every token is a target once
-    per epoch, except up to two windows at the ends of the text, and the first tokens of
+    The text is cut into windows of length + 1 tokens, which begin `length` tokens
+    apart. An epoch shows every window once, in a pseudo-random order. Each epoch has
+    another order and another shift of the cuts. So every token is a target once per
+    epoch, except up to two windows at the ends of the text, and the first tokens of
     separate documents without a shared separator. A batch may begin in one epoch and
     end in the next.
 
@@ -209,7 +212,8 @@ def training_windows(
 def windows_in(size: int, length: int) -> int:
     """Number of windows of length + 1 tokens per epoch of a text of `size` tokens.
 
-    It is one fewer than fits, so that there is room for any shift below length.
+    It is one fewer than fits, so that there is room for any shift below `length`. A
+    text with room for only one window has one.
     """
     return max(1, (size - 1) // length - 1)
 

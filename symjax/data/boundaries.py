@@ -1,7 +1,7 @@
 """The tokens that packing writes before, between and after documents.
 
 `boundaries` chooses them by the tokenizer, and `store.writer` writes them.
-`delimiters.py` tells later what a trained model has learned of them.
+`delimiters.py` tells which of them a trained model has seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Boundaries(NamedTuple):
         after: written after each document, as its last token.
         start: the token before every document, from which a model predicts the first
             token of the document; None if there is no such token.
-        shared: whether `start` is also the last token of the document before.
+        shared: whether `start` is also the last token of the previous document.
     """
 
     first: Piece = None
@@ -38,13 +38,13 @@ class Boundaries(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Number of tokens before a source's tokens that its first document includes.
+        """Number of tokens that the slice of a source shares with the previous source.
 
         Each source of a mixture has a slice of the packed text. In "end A end B end" a
-        document begins with the token that ends the document before it. The first
-        document of a slice therefore begins one token early, with the last token of the
-        source before: 1. All other packings write the token that begins a document
-        together with the document, so that it is in the slice: 0.
+        document begins with the token that ends the previous document. The slice
+        therefore begins one token early, with the last token of the previous source:
+        the number is 1. All other packings write the token that begins a document
+        together with the document, so the slice contains it: the number is 0.
         """
         return int(self.shared and self.after is not None)
 
@@ -65,8 +65,8 @@ def boundaries(
 
     In the first three rows one token is shared by two documents: it ends the earlier
     document and begins the later one. A text of one document has nothing before it,
-    unless the tokenizer has a token that begins documents. A tokenizer that cannot
-    encode NUL gets no boundaries.
+    unless the tokenizer has a token that begins documents. If a tokenizer without such
+    tokens drops NUL, there are no boundaries.
 
     Args:
         several: whether the text has several documents.

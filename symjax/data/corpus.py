@@ -51,14 +51,15 @@ class Corpus:
             tokens before or after a document count 0 bytes, a NUL between documents 1.
         start: the token before every document, from which a model predicts the first
             token of the document; None if there is no such token.
-        shared: `start` is also the last token of the document before: see
+        shared: whether `start` is also the last token of the previous document: see
             `documents.with_segment_ids`.
         ends: the place after the last token of each document, by split; empty if
             documents are joined.
         parts: the sources of the training text if it is a mixture; else empty.
         shard: tokens per shard if the training text is a stream; else 0.
-        all_counted: `bytes_per_token` and `references` count all tokens, including
-            first tokens of documents that are no targets. Older versions did so.
+        all_counted: whether `bytes_per_token` and `references` count all tokens,
+            including first tokens of documents that are no targets. Older versions
+            packed such corpora.
     """
 
     train: PackedArray | GrowingArray | np.ndarray
@@ -76,12 +77,12 @@ class Corpus:
 
     @property
     def stream(self) -> Stream | None:
-        """The process that packs the training text; None if it was packed before."""
+        """The process that packs the training text; None if the text is packed."""
         return self.train.stream if isinstance(self.train, GrowingArray) else None
 
     @property
     def size(self) -> str:
-        """Number of training tokens, in words; of a stream the number to be packed."""
+        """Phrase with the number of training tokens, including those still to pack."""
         tokens = self.stream.wanted if self.stream else len(self.train)
         return f"{tokens:,} training tokens{' of a stream' if self.shard else ''}"
 
@@ -100,7 +101,7 @@ class Corpus:
         return self.tokenizer.decode(ids[int(skip) :])
 
     def check_length(self, length: int) -> None:
-        """Raise if the text is shorter than a row, before anything is compiled.
+        """Check that the text is long enough for rows of a length.
 
         Raises:
             ValueError: the training or held-out text, or the text of one source of a
@@ -123,7 +124,7 @@ def open_corpus(
     replace: bool = False,
     format: int = FORMAT,
 ) -> Corpus:
-    """The corpus of a run; the first time it is packed from its source.
+    """Open the corpus of a run; the first time, pack it from its source.
 
     Args:
         directory: the folder "data" of the run, for its `corpus.json`.
@@ -253,7 +254,7 @@ def _tokenizer(
 def check_length(
     tokens: Sized, length: int, split: str, key: str = "data.path"
 ) -> None:
-    """Raise if a text is shorter than one window of length + 1 tokens.
+    """Check that a text has at least one window of length + 1 tokens.
 
     Args:
         split: "training" or "held-out", for the message.

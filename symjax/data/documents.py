@@ -16,7 +16,7 @@ from symjax.data.generated import NOTHING
 from symjax.data.store.packed import PackedArray
 from symjax.data.store.stream import GrowingArray
 
-# Sorted places in the text, one after the last token of each document.
+# Sorted places in the text: for each document, the place after its last token.
 Ends = np.ndarray | PackedArray | GrowingArray
 
 
@@ -64,7 +64,7 @@ def with_segment_ids(
         starts: [B], the places in the text at which the rows begin.
         inputs, targets: token ids [B, T].
         ends: the place after the last token of each document.
-        shared: one separator token belongs to the two documents around it.
+        shared: whether one separator token belongs to the two documents around it.
     Returns:
         the inputs as `SegmentedTokens`, and the targets.
     """
@@ -79,7 +79,7 @@ def with_segment_ids(
 
 
 def _document_numbers(ends: Ends, start: int, count: int) -> np.ndarray:
-    """Number of the document of each of `count` tokens from `start` on, from 0."""
+    """Number the documents of `count` tokens from place `start`; the first is 0."""
 
     def end(index: int) -> int:
         return int(ends[index : index + 1][0])

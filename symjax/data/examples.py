@@ -53,8 +53,8 @@ def open_examples(
 ) -> Examples:
     """Open the examples of a run; the first time, pack them.
 
-    A decoder learns the next tokens of a text. An encoder learns labels, or masked
-    tokens if it has no classes.
+    A decoder learns the next tokens of a text or a generated task. An encoder learns
+    labels, or masked tokens if it has no classes.
 
     Args:
         directory: the folder "data" of the run, for its `corpus.json`.
@@ -100,10 +100,10 @@ def _joined(corpus: Corpus) -> Corpus:
 
 
 def _check_task(options: config.Data, model: config.Model) -> None:
-    """Raise if the kind of model does not fit the source.
+    """Check that the kind of model fits the source.
 
     Raises:
-        ValueError: the message names both.
+        ValueError: it does not; the message names both.
     """
     labelled, source = (
         labelled_sources.has_labels(options),
@@ -194,9 +194,9 @@ def text_examples(corpus: Corpus) -> Examples:
 def masked_examples(text: Examples) -> Examples:
     """The rows of a text, with 15 % of the tokens of each row as targets.
 
-    80 % of the targets have the mask as input, which is one more token of the
-    vocabulary; 10 % have a random token, and 10 % themselves. Training rows mask other
-    tokens in every epoch. Held-out rows always mask the same tokens.
+    The mask is one more token of the vocabulary. It is the input of 80 % of the
+    targets. 10 % have a random token as input, and 10 % keep their own token. Training
+    rows have other targets in every epoch. Held-out rows always have the same targets.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
@@ -234,7 +234,7 @@ def masked_examples(text: Examples) -> Examples:
 def _masked(
     tokens: np.ndarray, draws: Draws, mask: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of rows [B, T]; the other places have the target −1.
+    """Inputs and targets of rows [B, T]; places that are no targets have −1.
 
     Args:
         mask: the id of the mask token.
@@ -286,9 +286,9 @@ def generated_examples(options: config.Data) -> Examples:
 
 
 def _identity(options: config.Data) -> bytes:
-    """The options of a task, and rows of a small task of the same generator.
+    """Return the options of a task, and rows of a small task, as bytes to hash.
 
-    The rows change if the generator changes.
+    The rows change if the code of the generator changes.
     """
     small = dataclasses.replace(options, items=4, symbols=8, asked=2)
     rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)

@@ -95,10 +95,10 @@ def is_heldout(tokens: np.ndarray) -> np.ndarray:
 
 
 def check(options: config.Data, length: int) -> None:
-    """Raise if a task cannot have rows of a length.
+    """Check that a task can have rows of a length.
 
     Raises:
-        ValueError: the message has the task, its options and the length.
+        ValueError: it cannot; the message names the options or the length.
     """
     source = options.source
     if source in ("mqar", "needle") and options.items > options.symbols:
@@ -227,8 +227,8 @@ def reordered(
 
 
 MAXIMUM, MINIMUM, MEDIAN, SUM, CLOSE, EQUALS, BLANK = range(10, 17)
-ARGUMENTS = 5  # the most arguments of an operator; the least are 2
-DEPTH = 4  # the most operators inside each other
+ARGUMENTS = 5  # most arguments of an operator; an operator has at least 2
+DEPTH = 4  # most operators inside each other
 
 
 def _listops(options: config.Data, length: int, draws: Draws) -> Rows:

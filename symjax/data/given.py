@@ -28,14 +28,14 @@ def is_given(examples: Examples) -> bool:
 def given_examples(language: dict[str, Any], text: str | None) -> Examples:
     """A text as held-out examples, without training examples.
 
-    The first token is predicted from the token before documents in training. If
-    training had no such token, the first token is no target.
+    The first token is predicted from the token that stood before documents in training.
+    If there was no such token, the first token is no target.
 
     Args:
         language: `Examples.language` of the examples that the model was trained on.
             They must have a tokenizer.
-        text: the text; None if there is none. Its held-out rows then raise a
-            ValueError.
+        text: the text. If it is None, the number of held-out rows
+            (`Examples.heldout_rows`) raises a ValueError.
     Raises:
         ValueError: the text has no token that can be predicted, or has characters that
             the tokenizer does not know.

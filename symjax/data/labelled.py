@@ -1,8 +1,8 @@
 """Texts or images with labels, packed into a folder once and read from there.
 
 For each split the folder has `<split>.npy` (the token ids or pixels of all examples,
-one after another), `<split>_ends.npy` (the place after each example) and
-`<split>_labels.npy`. It also has a `corpus.json`: see `store.folder`.
+one after another), `<split>_ends.npy` (the place after the last token or pixel of each
+example) and `<split>_labels.npy`. It also has a `corpus.json`: see `store.folder`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symjax.data.store.packed import PackedArray
 
 
 class LabelledPieces(NamedTuple):
-    """The pieces of a split: the range of tokens or pixels of each, and its label."""
+    """Pieces of a split: the range of tokens or pixels of each piece, and its label."""
 
     starts: np.ndarray
     stops: np.ndarray
@@ -40,7 +40,7 @@ class Labelled:
         parts: the arrays of the folder, by name.
         labels: the names of the labels.
         image: height, width and channels of the images; None for texts.
-        white: the largest value of a pixel.
+        white: the pixel value of white, such as 255; 0 for texts.
     """
 
     def __init__(self, manifest: dict[str, Any], parts: dict[str, PackedArray]):
@@ -90,8 +90,8 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
     """Rows with one label each; an epoch shows every piece once.
 
     Args:
-        length: tokens per row, for the reference loss. It counts pieces, whose number
-            depends on the length.
+        length: tokens per row, for the reference loss. This loss is a mean over
+            pieces, whose number depends on the length.
     """
     words = labelled.tokenizer.vocabulary
 
@@ -119,8 +119,8 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
         heldout=heldout,
         heldout_rows=heldout_rows,
         check_length=lambda length: None,  # rows of any length are possible
-        # One more than the tokenizer has, as in masked language models, so that their
-        # weights can be used here.
+        # One token more than the tokenizer has: the mask of masked language models. So
+        # their weights fit a model of labelled texts.
         vocabulary=0 if labelled.image else words + 1,
         unit="label",
         size=f"{len(labelled.parts['train_ends']):,} training {kind} of {count} labels",
@@ -140,7 +140,7 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
 def open_labelled(
     options: config.Data, directory: Path, *, replace: bool = False
 ) -> Labelled:
-    """The labelled examples of a run; the first time they are packed from their source.
+    """Open the labelled examples of a run; the first time, pack them from their source.
 
     Args:
         replace: as in `open_folder`.

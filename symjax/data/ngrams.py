@@ -11,8 +11,8 @@ import numpy as np
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 LONGEST = max(ORDERS.values())
 PSEUDO_COUNT = 0.01
-COUNTED_TARGETS = 1 << 23  # a sample if there are more; their codes take 64 MB
-RANGES = 16  # of a sample, spread evenly
+COUNTED_TARGETS = 1 << 23  # of more targets a sample is counted; its codes take 64 MB
+RANGES = 16  # ranges of targets in a sample, spread evenly
 
 
 def cross_entropies(
@@ -28,11 +28,11 @@ def cross_entropies(
 
     p(c | context) = (count(context c) + 0.01) / (count(context) + 0.01 vocabulary)
 
-    The tables are counted and averaged over the targets of a model of the text. The
-    first token of the text is no target. The first token of a document is a target only
-    if the model predicts it. A context that would begin before its document repeats the
-    document's first input. If there are more than `COUNTED_TARGETS` targets, a sample
-    of them is taken.
+    The targets are those of a model of the text. The training targets are counted, and
+    the result is a mean over the held-out targets. The first token of the text is no
+    target. The first token of a document is a target only if the model predicts it. A
+    context that would begin before its document repeats the document's first input. If
+    there are more than `COUNTED_TARGETS` targets, a sample of them is taken.
 
     Time O(T log T). Memory grows with the number of distinct n-grams of train, not with
     vocabulary³.
@@ -95,7 +95,7 @@ def _grams_of(
     """Return the n-grams of the targets from `start` to `stop`.
 
     Args:
-        edges: sorted; the place of the first input of each document but the first one.
+        edges: sorted places of the first input of each document but the first.
     """
     low = max(0, start + 1 - LONGEST)
     text = np.asarray(tokens[low:stop])

@@ -1,8 +1,8 @@
-"""Sets: a row is a sample of independent symbols, whose majority is to be named.
+"""Task `sets`: predict the most frequent symbol so far, in rows of random symbols.
 
 The order of the symbols does not matter, and no symbol matters more than another. So
-the best attention map is uniform over all tokens so far, whatever their number. A map
-that gets sharper with the number of keys, as by log-n scaling, reads fewer of them.
+the best attention map is uniform over all tokens so far, whatever their number. Log-n
+scaling makes maps sharper as the number of keys grows, so that they read fewer tokens.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A pseudo-random order of items, another one each epoch, computed without a table."""
+"""A pseudo-random order of items, different in each epoch, computed without a table."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _permuted(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _keys(seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Keys uint64 [ROUNDS + 1, B] of (seed, epoch), independent of each other.
+    """Return independent keys uint64 [ROUNDS + 1, B] of (seed, epoch).
 
-    The last one is the random number of the epoch.
+    The last row has the random numbers of the epochs.
     """
     base = mix(np.full(1, int(seed) % 2**64, np.uint64))
     base = mix(base ^ epoch.astype(np.uint64))

@@ -24,7 +24,7 @@ from symjax.optional import needed
 REPLACEMENT = "\ufffd"  # for ids outside the vocabulary
 END = "<|endoftext|>"  # ends a document in the vocabularies that are trained here
 ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>")
-PIECE_SIZE = 1 << 20  # characters of a piece that a vocabulary is learned from
+PIECE_SIZE = 1 << 20  # default number of characters per piece in `pieces`
 ENCODED_AT_ONCE = 1 << 16  # characters; the library takes 450 bytes for each
 CONTEXT_WORD = "a"  # encoded before each piece of a text except the first
 LEARNED_FROM = 1 << 28  # the most characters that a vocabulary is learned from
@@ -94,9 +94,9 @@ class SubwordTokenizer:
         """Token ids [T], of the smallest unsigned type that holds the vocabulary.
 
         A text longer than `ENCODED_AT_ONCE` characters is cut at white space after a
-        word. Each part but the first is encoded after a word, whose tokens are left
-        out. The result equals that of the whole text if no token crosses the beginning
-        of this white space.
+        word. Each part but the first is encoded with `CONTEXT_WORD` before it, and the
+        tokens of this word are removed. The result equals that of the whole text if no
+        token crosses a cut.
 
         Raises:
             ValueError: the text holds half of a surrogate pair.
@@ -108,8 +108,9 @@ class SubwordTokenizer:
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Token ids [T] of each of some pieces of text, encoded on all cores.
 
-        A `Continuation` is encoded after a word, whose tokens are left out. Otherwise a
-        tokenizer could add a prefix to it, or remove white space at its beginning.
+        A `Continuation` is encoded with `CONTEXT_WORD` before it, and the tokens of
+        this word are removed. Otherwise a tokenizer could add a prefix to the piece, or
+        remove white space at its beginning.
         """
         dtype, word = np.min_scalar_type(self.vocabulary - 1), self._context_ids
         whole = [
@@ -195,8 +196,8 @@ class SubwordTokenizer:
 
         Args:
             length: the number of tokens that the model was trained to read.
-            trained: the model was trained on the ids of `encode`. AutoTokenizer then
-                encodes the spelling of a special token as ordinary text, too.
+            trained: whether the model was trained on the ids of `encode`. AutoTokenizer
+                then also encodes the spelling of a special token as ordinary text.
         """
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -249,7 +250,8 @@ def _last_word_end(text: str, first: int) -> int:
 
     The best place is the last space after a letter or digit, since tokens of some
     vocabularies cross other ends of words, such as "};\\n". The second best is the last
-    new line after a letter or digit; the third, the last white space after anything.
+    newline after a letter or digit. The third is the last space or newline after any
+    other character that is not white space.
     """
     best, found = 0, 0
     for place in range(len(text) - 1, first - 1, -1):
@@ -270,10 +272,11 @@ def files_hash(path: Path) -> str:
 
 
 def from_file(path: Path, bos: str = "auto") -> SubwordTokenizer:
-    """The tokenizer of a `tokenizer.json`.
+    """Make the tokenizer of a `tokenizer.json`.
 
     The token that ends a document is `eos_token` of the `tokenizer_config.json` in the
-    same folder, else the first of `ENDS` that is in the vocabulary.
+    same folder. If the vocabulary has no such token, it is the first of `ENDS` that the
+    vocabulary has.
 
     Args:
         path: the file, or its folder.
@@ -305,7 +308,7 @@ def from_file(path: Path, bos: str = "auto") -> SubwordTokenizer:
 
 
 def with_bos(tokenizer: SubwordTokenizer, bos: str, path: Path) -> SubwordTokenizer:
-    """The tokenizer with or without a token that begins every document and prompt.
+    """Return a tokenizer with the token that begins every document and prompt, if any.
 
     Args:
         bos: "auto": the token that its post-processor adds before a text, if it adds

@@ -1,7 +1,4 @@
-"""Statistics of a packed text, for `corpus.json`.
-
-They are the number of held-out targets, the bytes of these, and the losses of n-grams.
-"""
+"""Statistics of a packed text for `corpus.json`: held-out targets and n-gram losses."""
 
 from __future__ import annotations
 

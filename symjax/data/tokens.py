@@ -139,10 +139,11 @@ def build(
     Args:
         kind: byte, char, bpe, or the path of a `tokenizer.json`.
         texts: char takes its alphabet from them, and bpe learns from them.
-        vocabulary: the number of tokens that bpe learns.
+        vocabulary: the most tokens that bpe learns.
         bos: for the path of a file: see `subwords.with_bos`.
     Raises:
-        ValueError: the kind is unknown, or the file is no tokenizer.
+        ValueError: the kind is unknown, the file is no tokenizer or does not tell the
+            BOS token, or the package `tokenizers` is needed and not installed.
     """
     if kind == "byte":
         return ByteTokenizer()
@@ -163,13 +164,13 @@ def build(
 
 
 def file_hash(kind: str) -> str:
-    """A hash of the files that `build` reads for a kind; "" if it reads none."""
+    """Return a hash of the files that `build` reads for a kind; "" for no files."""
     path = Path(kind).expanduser()
     return subwords.files_hash(path) if kind not in KINDS and path.exists() else ""
 
 
 def from_description(description: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that its `describe` returned as JSON; other keys are ignored.
+    """Make a tokenizer from the result of its `describe`; other keys are ignored.
 
     Raises:
         ValueError: the kind is unknown.

@@ -8,11 +8,11 @@
     mixture.py          several sources in one corpus, each with a share of the rows
     labelled_sources.py texts and images with labels
 
-`hub.py` rests on these files:
+`hub.py` uses these files:
 
     opening.py          opens a data set, and turns errors into one line
-    builders.py         reads the asked columns alone, and names a damaged file
-    columns.py          the asked columns, and errors about unknown ones
+    builders.py         reads only the configured columns, and names a damaged file
+    columns.py          the configured columns, and errors about unknown ones
     csv_tables.py       tables of these columns of CSV files
     json_tables.py      tables of these columns of JSON files
     formats.py          formats by the endings of files, and folders that mix them

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
     """Return the options with which `datasets` reads columns of a format.
 
-    No text in a CSV file means a missing value. `datasets` finds prepared files by
-    their options. So the options contain the columns, if need be as a description.
+    In a CSV file, a text such as "NA" is not taken for a missing value. `datasets`
+    finds prepared files by their options, so the options contain the columns. For CSV
+    and JSON the description contains them.
 
     Args:
         kind: the format, by the name of its builder.
@@ -69,7 +70,7 @@ def _types(kind: str, columns: Columns, known: Features | None) -> Features:
 
 
 def restrict_columns(builder: DatasetBuilder, columns: Columns, where: str) -> None:
-    """Make a builder read these columns alone.
+    """Make a builder read only these columns.
 
     Args:
         builder: a builder that was made with the options of `builder_options`.
@@ -137,9 +138,9 @@ def _has_no_rows(error: Exception, path: str) -> bool:
 
 
 def _with_column_types(builder: Any, request: Request) -> Any:
-    """Return the `_split_generators` of a builder, which first sets its column types.
+    """Return the `_split_generators` of a builder, changed to set column types first.
 
-    They are the types of the columns to read, and of no others.
+    The types are those of the columns to read only.
     """
     generators = builder._split_generators
 

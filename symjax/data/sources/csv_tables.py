@@ -39,7 +39,7 @@ def csv_tables(builder: Any, request: Request) -> Any:
 
 
 def _error_with_line(error: Exception, path: str, options: dict[str, Any]) -> Exception:
-    """Return the error of a CSV file with the line in which a row begins.
+    """Return the error of a CSV file with the line in which the wrong row begins.
 
     The error of pandas has the number of the row. A row has several lines if there are
     line ends inside quotes.

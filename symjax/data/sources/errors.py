@@ -64,7 +64,7 @@ def _reason(chain: list[BaseException], path: str) -> str:
 
 
 def _undecodable(path: str) -> str:
-    """Return the reason why a file is not UTF-8, with its first such line; else ""."""
+    """Return why a file is not UTF-8, with the number of a line; "" if it is UTF-8."""
     import fsspec
 
     try:

@@ -64,7 +64,7 @@ def compression(path: Path) -> str:
 
 
 def _format(path: Path) -> str:
-    """Return the format of a file by its endings, in any case; "" if it is unknown."""
+    """Return the format by a file's endings, in upper or lower case; "" if unknown."""
     plain = path
     if path.suffix.lower() in (*COMPRESSIONS, ".zip"):
         plain = path.with_suffix("")
@@ -111,7 +111,7 @@ def has_card(folder: str) -> bool:
 
 
 def in_capitals(files: Iterable[Path]) -> bool:
-    """Return whether an ending has capital letters, which `datasets` does not know."""
+    """Return whether an ending has upper-case letters, which `datasets` ignores."""
     return any(x != x.lower() for path in files for x in path.suffixes[-2:])
 
 
@@ -165,14 +165,15 @@ def _unreadable_kind(path: Path) -> str:
 
 
 def check_one_format(folder: str, files: dict[Path, str]) -> None:
-    """Raise if a folder has files of several formats.
+    """Check that all files of a folder have the same format.
 
-    `datasets` would read the files of the commonest format alone.
+    `datasets` would read only the files of the commonest format.
 
     Args:
         files: the `data_files` of the folder.
     Raises:
-        UnusableData: the message has each format and its number of files.
+        UnusableData: there are several formats; the message has the number of files of
+            each.
     """
     counts = Counter(files.values())
     if len(counts) > 1:
@@ -186,7 +187,7 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
 def check_splits_seen(
     folder: str, files: Iterable[Path], splits: Iterable[str]
 ) -> None:
-    """Raise if held-out files of a folder would be trained on.
+    """Check that no held-out files of a folder would be trained on.
 
     `datasets` does not recognise the names of splits in capitals, such as TEST.JSONL.
 
@@ -208,7 +209,7 @@ def check_splits_seen(
 
 
 def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> None:
-    """Raise if a loader reads only some of the data files of a folder.
+    """Check that a loader reads all data files of a folder, or none.
 
     `datasets` reads the files that are named after splits and skips the others.
 
@@ -217,7 +218,7 @@ def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> N
         read: the paths that the loader reads. If none of `files` is among them (for
             example, if all are images), the folder passes.
     Raises:
-        UnusableData: the message has the first file that is not read.
+        UnusableData: it reads only some; the message has the first that is not read.
     """
     found, files = {Path(path).resolve() for path in read}, sorted(files)
     left = [path for path in files if path.resolve() not in found]

@@ -46,8 +46,8 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
     Returns:
         the texts, which stay on disk; and plain values that identify them: name,
-        subset, column, revision (for a folder a hash of the names, sizes and times of
-        its files) and the splits that are read.
+        subset, column, revision (the commit on the hub; for a folder, a hash of the
+        names and times of its files) and the splits that are read.
     Raises:
         ValueError: the hub does not answer, or there is no such data set, subset or
             column, or no text in it. The message lists the names that exist.
@@ -112,8 +112,8 @@ def streamed_texts(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the texts of a split, each with the state from which to continue after it.
 
-    If the connection breaks, it is opened again after the last row, up to
-    len(PAUSES) times in a row.
+    If the connection breaks, it is opened again after the last row that was read. If
+    this fails len(PAUSES) times without a new row, the error is raised.
 
     Args:
         rows: a split that `open_streams` returned.
@@ -188,7 +188,7 @@ def read_splits(
         convert: (rows, split) → the value of a split.
     Returns:
         the values by split, plain values that identify the data set, and the opened
-        data set. The rows of a folder stay on disk as long as the latter lives.
+        data set. The rows of a folder may be deleted with this object.
     """
     with open_dataset(options, columns_of(options)) as source:
         names = _chosen_splits(options, source.names)
@@ -224,7 +224,7 @@ def _identity(
 def _chosen_splits(options: config.Data, names: list[str]) -> list[str]:
     """Choose the split to train on and, if there is one, the split to hold out.
 
-    One line tells the splits that are left out.
+    A line about the splits that are left out is printed.
     """
     if len(names) == 1:
         return names

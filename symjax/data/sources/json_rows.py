@@ -50,7 +50,7 @@ _DECODER_OF_LARGE_NUMBERS = json.JSONDecoder(
 
 
 def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
-    """Return the rows of a file, in order.
+    """Yield the rows of a file, in order.
 
     A file usually has one object per line, and is read line by line. It may also be a
     list of objects, a list of texts (rows with the key "text"), or objects of several
@@ -100,11 +100,11 @@ def _objects(lines: Iterator[str], number: int) -> Iterator[tuple[int, Any]]:
 
 
 class _JsonSyntaxError(DamagedFile):
-    """A line of a file is no JSON.
+    """An error about text that is no JSON.
 
     Attributes:
-        line: its number.
-        goes_on: the value may continue in the next line.
+        line: the number of the line.
+        goes_on: whether the value may continue in the next line.
     """
 
     line = 0

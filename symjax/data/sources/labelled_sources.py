@@ -1,7 +1,7 @@
 """Sources of labelled examples: packages, digits, and hub with `data.label`.
 
-The held-out split of a data set is used. If it has none, a fifth of the examples of
-every label is held out by a hash.
+If a data set has a held-out split, this split is used. If it has none, a fifth of the
+examples of every label is held out by a hash.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LabelledSource(NamedTuple):
         labels: the label of each example, an index of `names`.
         held: for each example, whether it is held out.
         names: the names of the labels.
-        white: the largest value of a pixel; 0 for texts.
+        white: the pixel value of white; 0 for texts.
         facts: plain values that identify the examples in addition to their content.
     """
 
@@ -137,7 +137,7 @@ def _from_dataset(options: config.Data) -> LabelledSource:
 def _examples(
     rows: Any, column: str, label: str, split: str, left_out: LeftOut
 ) -> tuple[Any, ...]:
-    """Return contents, the label of each, and all labels in order; () if no rows."""
+    """Return contents, the label of each, and all labels in order; () for no rows."""
     import datasets
 
     for key, name in (("column", column), ("label", label)):

@@ -23,7 +23,7 @@ EXCLUDED = frozenset(
     "turtledemo tkinter distutils encodings pydoc_data ensurepip".split()
 )
 
-PACKAGES, LEAST_FILES = 8, 5  # packages that are labels; the least files of each
+PACKAGES, LEAST_FILES = 8, 5  # number of packages (labels); fewest files of a package
 
 
 def stdlib() -> Texts:
@@ -114,7 +114,8 @@ def text_files(path: str | Path) -> Texts:
 
     The last tenth of a single file is held out. Of several files, whole files are held
     out by the sha256 of their content, so copies of a file are in the same split. Empty
-    files that match a glob are left out. One line per kind tells what is left out.
+    files in a folder or among the matches of a glob are left out. For each kind of
+    entries that are left out, a line is printed.
 
     Args:
         path: a file, a folder (all files in it and below, except hidden ones), a glob
@@ -196,10 +197,12 @@ def _files(path: str, left_out: LeftOut) -> dict[str, tuple[Path, bool]]:
 
 
 def _texts_below(folder: str, left_out: LeftOut) -> list[str]:
-    """All files in a folder and below, in order. Hidden files are left out and counted.
+    """Return all files in a folder and below, in order, except hidden files.
+
+    Hidden entries and links to folders are left out and counted.
 
     Raises:
-        ValueError: a file is no plain text by its name.
+        ValueError: the name of a file has an ending of a format that is no plain text.
     """
     found = []
     for place, folders, names in os.walk(folder, onerror=left_out.add_unreadable):

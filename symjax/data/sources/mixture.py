@@ -18,8 +18,8 @@ from symjax import config
 from symjax.data.shuffle import shuffled
 
 PERIOD = 1000  # rows in which each source has its share, rounded to a row
-TOLERANCE = 0.1  # relative error of a share from which a line reports the rounding
-ENTRY_KEYS = {"text": "path", "hub": "name"}  # the key that an entry replaces
+TOLERANCE = 0.1  # relative change of a share by rounding, above which a line reports it
+ENTRY_KEYS = {"text": "path", "hub": "name"}  # source → key that an entry of it sets
 
 
 class MixturePart(NamedTuple):
@@ -103,8 +103,8 @@ def _weight(number: str, where: str) -> float:
 def rows_in_period(shares: Sequence[float]) -> np.ndarray:
     """Number of rows of each source in a period of PERIOD rows, at least 1 each.
 
-    The shares are rounded down; the sources with the largest remainders get the rows
-    that are left.
+    The shares are rounded down. The sources with the largest remainders get one more
+    row each, until the period is full.
     """
     exact = np.array(shares) * PERIOD
     rows = np.maximum(np.floor(exact), 1).astype(np.int64)

@@ -1,7 +1,7 @@
 """Opening of data sets of the hub and of local folders, with errors in one line.
 
-If the hub does not answer within ANSWER_SECONDS, the line says what to do. Later
-requests have the limits of huggingface_hub: six attempts each, and
+If the hub does not answer the first request within ANSWER_SECONDS, the error says what
+to do. Later requests have the limits of huggingface_hub: six attempts each, and
 HF_HUB_DOWNLOAD_TIMEOUT seconds (10) without a byte.
 """
 
@@ -40,7 +40,7 @@ from symjax.data.store.manifest import stamp_of
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
-ANSWER_SECONDS = 10.0  # seconds
+ANSWER_SECONDS = 10.0
 FOLDER = "a local folder of parquet, json or text files"
 
 
@@ -50,7 +50,8 @@ class OpenedDataset:
     Attributes:
         names: the names of its splits.
         subset: the name of the subset that was opened.
-        revision: a hash of its content, or its commit on the hub.
+        revision: its commit on the hub; for a folder, a hash of the names and times of
+            its files.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class OpenedDataset:
     ):
         """
         Args:
-            own: the prepared files are used by this library alone, so they may lack
+            own: whether only this library uses the prepared files. They may then lack
                 splits and columns that it does not read.
         """
         self._builder, self._own, self._where = builder, own, where
@@ -82,9 +83,8 @@ class OpenedDataset:
         if files and self._own:
             kept = {name: files[name] for name in files if str(name) in names}
             self._builder.config.data_files = type(files)(kept)
-        expected: Any = (
-            self._builder.info.splits
-        )  # the sizes in a data card, which are checked
+        # `datasets` compares the sizes of splits with those in the data card.
+        expected: Any = self._builder.info.splits
         if expected and self._own:
             kept = {name: expected[name] for name in expected if name in names}
             self._builder.info.splits = type(expected)(kept)
@@ -107,7 +107,7 @@ def _add_unlisted(files: Iterable[str], rows: Any, left_out: LeftOut) -> None:
     """Count images that are in no row because the metadata does not list them.
 
     Args:
-        files: images, their metadata and archives.
+        files: all files of a split: images, metadata and archives.
     """
     import datasets
 
@@ -125,7 +125,7 @@ def open_dataset(
 ) -> Iterator[OpenedDataset | SavedDataset]:
     """Open a data set of the hub, or a local folder, for reading some columns.
 
-    One line per kind tells which entries of a folder are not read.
+    For each kind of entries of a folder that are not read, a line is printed.
 
     Args:
         revision: a commit of the hub; "" for the newest.
@@ -185,7 +185,7 @@ def _check_no_subset(subset: str) -> None:
 def _builder_for_capitals(
     path: str, files: dict[Path, str], columns: Columns, cache: str
 ) -> DatasetBuilder:
-    """Make a builder for files with endings in capitals, which `datasets` ignores."""
+    """Make a builder for files with upper-case endings, which `datasets` ignores."""
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
 
@@ -338,7 +338,7 @@ def _problem(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Let the libraries show bars on a terminal only, and log no attempts.
+    """Let the libraries show bars only on a terminal, and log no retries.
 
     Downloads use HTTP and not xet, which has no timeout.
     """

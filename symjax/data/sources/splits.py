@@ -11,16 +11,17 @@ import numpy as np
 
 from symjax.data.sources.texts import Document, Texts, cut_in_two
 
-HELD_SHARE = 1 / 20  # of the documents; for Python 3.11 this is 3.5 % of the bytes
+HELD_SHARE = 1 / 20  # of the documents; 3.5 % of the bytes of Python 3.11's library
 LABELLED_SHARE = 1 / 5  # of the examples of every label
-LARGEST_SHARE = 1 / 4  # of the characters; by chance, few documents may exceed it
+LARGEST_SHARE = 1 / 4  # of the characters; see `held_out`
 
 
 def held_out(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Choose the held-out documents by their keys. Both splits get documents.
 
-    With few documents, the hash may hold out nothing or more than a quarter of the
-    text. Then the document whose share is closest to a tenth is held out instead.
+    A document is held out if its key is in the lowest twentieth. If there are few
+    documents, this may hold out nothing or more than a quarter of the text. Then the
+    document whose share of the text is closest to a tenth is held out instead.
     Documents with equal keys are copies, and are in the same split.
 
     Args:
@@ -55,8 +56,8 @@ def held_out_by_content(
     Args:
         documents: reads all documents again, in order.
         scanned: the `hash_and_size` of each document.
-        where, unit: the name of the texts, and of one of them in plural, for messages:
-            "data.path 'a'", "files".
+        where: the name of the source in messages, such as "data.path 'a'".
+        unit: the plural of a document's name in messages, such as "files".
     Raises:
         ValueError: all texts are copies of one.
     """

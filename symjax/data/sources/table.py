@@ -1,8 +1,8 @@
 """The table of sources: the keys that each reads, and the functions that load it.
 
-`load` returns the `Texts` of a source, with the splits "train" and "heldout". Files are
-read exactly: newlines are not translated, and nothing is stripped. Only `hub`
-downloads, into the Hugging Face cache.
+`load` returns the `Texts` of a source, with the splits "train" and "heldout". `stdlib`
+and `text` read files exactly: newlines are not translated, and nothing but a byte order
+mark is removed. Only `hub` downloads, into the Hugging Face cache.
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ def revisions(options: config.Data) -> list[str]:
 
 
 def check_keys(options: config.Data) -> None:
-    """Raise if a source is unknown, does not read a key that is set, or keys conflict.
+    """Check that the source is known and reads all keys that are set.
 
     Raises:
-        ValueError: the message has the key, and the sources that read it.
+        ValueError: the source is unknown, it does not read a key that is set, or two
+            keys contradict each other; the message names them.
     """
     if options.source not in KEYS:
         raise ValueError(

@@ -1,6 +1,6 @@
 """The documents of a source, read piece by piece and as often as they are needed.
 
-Memory holds one piece of text at a time, and 17 bytes per document.
+Memory holds one piece of text at a time, and 17 bytes for each document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Texts:
     """The documents of a source.
 
     Attributes:
-        documents: a function that reads all documents again, in order.
+        documents: a function that reads all documents from the beginning, in order.
         held: bool [documents]; True for held-out documents.
         characters: the number of characters of all documents together.
     """

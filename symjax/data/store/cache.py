@@ -3,9 +3,9 @@
     <cache>/<name>/       .npy files and corpus.json, which is written last
     <cache>/.<name>.lock  held by the process that packs; others wait for it
 
-A name has the source and a hash. The hash covers the options, the names, sizes and
-times of the source's files, the revisions of data sets on the hub, and the tokenizer's
-file.
+A name has the source and a hash. The hash covers the format, the options, the paths,
+sizes and times of the source's files, the revisions of data sets on the hub, and the
+tokenizer's file.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def root(options: config.Data) -> Path:
     """
     if "://" in options.cache:
         raise ValueError(
-            f"data.cache {options.cache!r} is not on this machine: tokens are read "
-            "from a folder, which --workdir need not be"
+            f"data.cache {options.cache!r} is not on this machine: give a local "
+            "folder, also if --workdir is in a bucket"
         )
     return Path(options.cache).expanduser() if options.cache else user_cache("data")
 
@@ -86,7 +86,7 @@ def folder_name(
 def open_cached(
     options: config.Data, pack: Pack, *, repair: bool = False, format: int = FORMAT
 ) -> tuple[dict[str, Any], dict[str, PackedArray]]:
-    """The manifest and the arrays of a corpus. It is packed if the cache lacks it.
+    """Return the manifest and the arrays of a corpus; pack it if the cache lacks it.
 
     If the process is killed, the cache has the whole corpus or none of it.
 

@@ -1,8 +1,8 @@
 """The packed data of a run: a manifest in its folder `data`, and arrays in the cache.
 
 If the arrays are no longer in the cache, they are packed again from the source, and
-must have the hashes of the manifest. Runs of versions without a cache have their arrays
-beside the manifest, and do not need their source.
+must have the hashes of the manifest. Older versions had no cache: their runs have the
+arrays beside the manifest, and do not need the source.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def open_folder(
     replace: bool = False,
     format: int = FORMAT,
 ) -> tuple[dict[str, Any], dict[str, PackedArray]]:
-    """The manifest of a run, and its arrays by name. They are packed if necessary.
+    """Return the manifest of a run, and its arrays by name; pack them if necessary.
 
     Args:
         directory: the folder "data" of the run.
         pack: packs a corpus that is not in the cache.
-        replace: replace a manifest with other options, and damaged files. Callers allow
-            this only while nothing has been trained on them.
+        replace: whether a manifest with other options, and damaged files, may be
+            replaced. Callers allow this only while nothing has been trained on them.
         format: the format to pack if there is no manifest.
     Raises:
         ValueError: the source cannot be read, the manifest has other options, a file
@@ -83,7 +83,7 @@ def verify(options: config.Data, directory: Path) -> None:
 
 
 def source_change(options: config.Data, directory: Path) -> str:
-    """One line if the source has changed since it was packed; else ""."""
+    """Return a line if the source has changed since it was packed; else ""."""
     if not _changed(options, read_manifest(directory)):
         return ""
     return (

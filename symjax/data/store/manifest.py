@@ -1,7 +1,7 @@
 """Manifests of packed corpora: `corpus.json`, a JSON file with a hash of itself.
 
-A manifest has the options of `data.`, the tokenizer, the fingerprint of the text, the
-loss of n-grams, and the size and hashes of every file.
+A manifest has the options of `data.`, the tokenizer, the fingerprint of the corpus, the
+size and hashes of every file and, for a text, the losses of n-grams.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def format_of(fingerprint: dict[str, Any]) -> int:
 
 
 def check_options(found: dict[str, Any], options: config.Data, directory: Path) -> None:
-    """Raise if a folder was packed with other options.
+    """Check that a folder was packed with the same options.
 
     Args:
         found: the options in the manifest of the folder.
     Raises:
-        ValueError: the message has each different key and both of its values.
+        ValueError: they differ; the message has each such key and both of its values.
     """
     found = dataclasses.asdict(config.Data()) | found  # defaults of newer keys
     different = [

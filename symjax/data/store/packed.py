@@ -1,7 +1,7 @@
-"""An array in a file, whose slices are read when they are asked for.
+"""An array in a file, whose slices are read when they are needed.
 
-The file is not mapped into memory: reading a map of a file that was cut short kills the
-process with SIGBUS. A read that returns too few bytes raises an exception instead.
+The file is not mapped into memory. If a mapped file is cut short, reading the map kills
+the process with SIGBUS. Here a read that returns too few bytes raises an exception.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class PackedArray:
     Args:
         size, sha256: the size and hash of the file when it was written.
         sample: its `sample_hash` when it was written; "" if it has none. Opening a file
-            of `SAMPLED_FROM` bytes or more compares the sample, and `verify` the whole
-            file. Opening a smaller file, or one without sample, compares all of it.
+            of `SAMPLED_FROM` bytes or more compares only the sample. Opening a smaller
+            file, or one without sample, compares the whole file, like `verify`.
     Raises:
-        ValueError: the file is missing or is not as it was written. A slice raises if
-            the file has changed since it was opened or cannot be read.
+        ValueError: the file is missing or is not as it was written. A slice raises it
+            too, if the content has changed since the file was opened or cannot be read.
     """
 
     def __init__(self, path: Path, *, size: int, sha256: str, sample: str = ""):

@@ -60,7 +60,7 @@ from symjax.storage import replaced
 
 HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
 HELDOUT_FILES = "heldout.npy", "heldout_ends.npy"
-# The most characters that are held out: a share of data.tokens, and a fixed number.
+# At most this share of data.tokens and this number of characters is held out.
 HELD_SHARE, LARGEST_HELD_OUT = 1 / 20, 1 << 24
 
 
@@ -113,8 +113,8 @@ class _Packer:
 
     Attributes:
         keys: hashes of the held-out documents.
-        state: state of the training split after the last document that was written.
-        counts: the part of existing training files that is kept.
+        state: state of the training stream after the last document that was read.
+        counts: documents, tokens and bytes of existing training files that are kept.
         head: the part of the manifest that is known after the first shard; None before.
     """
 
@@ -154,7 +154,11 @@ class _Packer:
     def _held_out(
         self, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Documents of the held-out split, or else the first documents of training."""
+        """Yield held-out documents, with the state after each, up to the limits above.
+
+        They come from the held-out split. If there is none, they are the first
+        documents of the training split.
+        """
         left = min(LARGEST_HELD_OUT, self.options.tokens * HELD_SHARE)
         for text, state in self._documents(-1, left_out):
             yield text, state

@@ -35,11 +35,9 @@ from symjax.data.store.packer import HEAD, PROGRESS, PackRequest, read_progress
 from symjax.data.store.writer import Counts
 from symjax.storage import check_writable
 
-SHARD = 1 << 24  # tokens: 8,192 rows of 2,048 tokens in a pseudo-random order
-POLL_SECONDS, REPORT_SECONDS = (
-    0.2,
-    30.0,
-)  # seconds between looks at the progress, and between lines
+SHARD = 1 << 24  # tokens per shard, such as 8,192 rows of 2,048 tokens
+POLL_SECONDS = 0.2  # between two looks at the progress of the packer
+REPORT_SECONDS = 30.0  # between two lines while a run waits for the packer
 
 
 class Stream:
@@ -153,7 +151,8 @@ class GrowingArray:
         counts = self.stream.counts
         if not self._ends:
             return counts.tokens
-        # The end of the last document is written with the next one.
+        # The end of the last document is written with the next document, or at the end
+        # of the stream.
         return counts.documents - (not self.stream.complete)
 
     def __getitem__(self, piece: slice) -> np.ndarray:
@@ -169,7 +168,9 @@ class GrowingArray:
 def open_stream(
     options: config.Data, directory: Path, *, replace: bool, format: int
 ) -> tuple[dict[str, Any], dict[str, PackedArray | GrowingArray]]:
-    """The manifest of a run, and its arrays by name. Waits for the first shard.
+    """Return the manifest of a run, and its arrays by name, after the first shard.
+
+    If the corpus is not complete, a process is started that packs the rest.
 
     Args:
         replace, format: as in `open_folder`.

@@ -68,7 +68,7 @@ class ArrayWriter:
 
 
 class Counts(NamedTuple):
-    """Numbers of documents, tokens and bytes of text that a split has."""
+    """Numbers of documents, tokens, and bytes of text in a split."""
 
     documents: int = 0
     tokens: int = 0

@@ -67,6 +67,7 @@ class Options(NamedTuple):
     seed: int = 0
     rope_scaling: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    window: int | None = None
 
 
 class Table(NamedTuple):

@@ -37,12 +37,14 @@ class Task(NamedTuple):
         meaning: one line for `eval.py --list`.
         sources: values of data.source for which the task is defined; () means any.
         encoders: whether the task is defined for encoders, too.
+        windows: whether it reads a few held-out windows, of --window tokens.
     """
 
     measure: Callable[[LoadedRun, Options], Result]
     meaning: str
     sources: tuple[str, ...] = ()
     encoders: bool = True
+    windows: bool = False
 
 
 TASKS = {
@@ -96,24 +98,42 @@ TASKS = {
     ),
     "position": Task(position, "held-out loss by position in the window"),
     "noise": Task(
-        noise, "shares of attention on the answer, on the context and elsewhere"
+        noise,
+        "shares of attention on the answer, on the context and elsewhere",
+        windows=True,
     ),
-    "self_share": Task(self_share, "share of attention of a token on itself"),
-    "dilution": Task(dilution, "share of attention on the last 1, 4, 16, 64 tokens"),
-    "entropy": Task(entropy, "entropy of attention rows by the number of visible keys"),
+    "self_share": Task(
+        self_share, "share of attention of a token on itself", windows=True
+    ),
+    "dilution": Task(
+        dilution, "share of attention on the last 1, 4, 16, 64 tokens", windows=True
+    ),
+    "entropy": Task(
+        entropy, "entropy of attention rows by the number of visible keys", windows=True
+    ),
     "support": Task(
-        support, "keys with a nonzero weight in sparse layers, sparsity of all maps"
+        support,
+        "keys with a nonzero weight in sparse layers, sparsity of all maps",
+        windows=True,
     ),
-    "rank": Task(rank, "ranks of QKᵀ, of attention maps and of differential maps"),
+    "rank": Task(
+        rank, "ranks of QKᵀ, of attention maps and of differential maps", windows=True
+    ),
     "spectrum": Task(
-        spectrum, "singular values, likeness of tokens by depth, and Markov chains"
+        spectrum,
+        "singular values, likeness of tokens by depth, and Markov chains",
+        windows=True,
     ),
-    "outliers": Task(outliers, "largest attention scores and hidden states"),
+    "outliers": Task(
+        outliers, "largest attention scores and hidden states", windows=True
+    ),
     "maps": Task(maps, "pictures of the attention maps of one sentence"),
     "approximation": Task(
-        approximation, "errors of feature maps against exact softmax attention"
+        approximation,
+        "errors of feature maps against exact softmax attention",
+        windows=True,
     ),
-    "gradients": Task(gradients, "size of ∂weight/∂score"),
+    "gradients": Task(gradients, "size of ∂weight/∂score", windows=True),
     "speed": Task(
         speed, "speed of prefill, training and decoding against softmax, by length"
     ),

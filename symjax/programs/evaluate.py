@@ -64,6 +64,12 @@ def parse(words: list[str]) -> argparse.Namespace:
                 f"{flag} is for the task {task}, which --tasks {chosen.tasks} leaves "
                 "out"
             )
+    windowed = [name for name, task in tasks.TASKS.items() if task.windows]
+    if chosen.window is not None and not {*windowed} & {*chosen.names}:
+        raise ValueError(
+            f"--window is for {', '.join(windowed)}, which --tasks {chosen.tasks} "
+            "leaves out"
+        )
     return chosen
 
 
@@ -92,6 +98,12 @@ def _parser() -> Parser:
     add("--report", help="also write all results into this HTML page")
     add("--batches", type=int, help="held-out batches to measure; all by default")
     add("--text", type=Path, help="evaluate this file instead of the held-out text")
+    add(
+        "--window",
+        type=int,
+        help="for tasks of attention maps: tokens of the held-out windows that they "
+        "read; by default those of training, at most 512",
+    )
     add("--verify", action="store_true", help="first compare all data with its hashes")
     add("--prompt", help="text to continue; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
@@ -114,7 +126,7 @@ def _parser() -> Parser:
 
 def _check_ranges(chosen: argparse.Namespace) -> None:
     """Raise a ValueError that names a number outside its range."""
-    for name in ("batches", "tokens"):
+    for name in ("batches", "tokens", "window"):
         if (value := getattr(chosen, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if not 0 <= chosen.temperature < float("inf"):

@@ -52,6 +52,15 @@ def test_every_task_gives_plain_numbers_for_json_the_same_each_time(trained):
         assert np.isfinite(numbers).all() and (numbers or name in ("maps", "support"))
 
 
+def test_windows_may_be_longer_than_those_of_training(trained):
+    options = Options(batches=1, window=96)
+    (row, *_) = tasks.TASKS["entropy"].measure(trained, options).values["entropy"]
+    assert list(row["entropy"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    too_long = Options(window=trained.examples.longest + 1)
+    with pytest.raises(ValueError, match=r"^--window \d+ tokens: the held-out"):
+        tasks.TASKS["noise"].measure(trained, too_long)
+
+
 def test_lambda_is_drawn_over_the_steps_that_are_kept(trained):
     finding = measure(trained, "lambda")
     last, table = finding.tables

@@ -42,11 +42,18 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     """Return a few rows, with their padding, spread over the held-out examples.
 
     There are 4 rows (32 if they are images), or `--batches` if that is fewer. Rows are
-    as long as in training, and rows of text have at most 512 tokens.
+    as long as in training, and rows of text have at most 512 tokens; or they have
+    `--window` tokens.
+
+    Raises:
+        ValueError: the model or its data has no rows of `--window` tokens.
     """
     model = run.config.model
     whole = run.examples.fixed_length or model.length <= LONGEST
     length = model.length if whole else LONGEST
+    if options.window is not None:
+        _check_window(run, options.window)
+        length = options.window
     most = IMAGES if model.patch else WINDOWS
     count = min(options.batches or most, most)
     if run.examples.separate:
@@ -55,6 +62,19 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     if not model.classes and len(batches) > 1:  # the last window may be filled up
         batches = [batch for batch in batches if _is_filled(*batch)]
     return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
+
+
+def _check_window(run: LoadedRun, length: int) -> None:
+    model, longest = run.config.model, run.examples.longest
+    if run.examples.fixed_length and length != model.length:
+        reason = f"all rows of data.source={run.config.data.source} have {model.length}"
+    elif model.positions == "learned" and length > model.length:
+        reason = f"the model has {model.length} learned positions"
+    elif longest is not None and length > longest:
+        reason = f"the held-out text has {longest}"
+    else:
+        return
+    raise ValueError(f"--window {length} tokens: {reason}")
 
 
 def _rows_within_documents(run: LoadedRun, length: int, count: int) -> list[Row]:

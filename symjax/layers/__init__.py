@@ -24,10 +24,10 @@ Choices that differ by layer. `config.mechanism_of` reads the mechanism of a lay
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
 gives all layers of one mechanism the same options. Options that differ, such as a
 window in every second layer of softmax, need these changes: a key in `symjax.config`;
-this function, and the key's name in `OF_ATTENTION` beside it; the attribute `period` in
-`symjax.models.transformer` (model.scan_layers needs blocks that repeat after `period`
-blocks); `CHANGING` in `symjax.models.convert`; and the FLOPs in `symjax.models.cost`,
-which assume that layers of one mechanism cost the same.
+`mechanism_options`, and the key's name in `OF_ATTENTION` in the same file; the
+attribute `period` in `symjax.models.transformer` (model.scan_layers needs blocks that
+repeat after `period` blocks); `CHANGING` in `symjax.models.convert`; and the FLOPs in
+`symjax.models.cost`, which assume that layers of one mechanism cost the same.
 """
 
 from typing import Any

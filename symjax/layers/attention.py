@@ -44,8 +44,8 @@ RULES = (
     ("attention/metric", P("tensor", None, None)),
 )
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-# Values of model.attention.symmetric → the projections of a layer. The others of query,
-# key and value are made from these.
+# Values of model.attention.symmetric → the projections of a layer. Keys or values that
+# have no projection are made from the projections listed.
 PROJECTIONS = {
     "none": ("query", "key", "value"),
     "plain": ("query", "value"),
@@ -77,13 +77,13 @@ class Attention(nnx.Module):
     RMSNorm per head.
     `head_norm=False` leaves out both norms, and keeps 1 − λ_init.
 
-    With `symmetric` kv and qkv, values are the projection of the keys or the queries,
-    before norms and rotations. A head of V1 has both of its branches as value. The
-    cache of a score mechanism then holds one array, see `keys_of`.
+    With `symmetric` kv, values are the projected keys before norms and rotations; with
+    qkv they are the projected queries. The value of a V1 head is then both of its
+    branches, joined. The cache of a score mechanism holds no keys (`keys_of`).
 
     Args:
         options: the model's configuration.
-        depth: of this layer, counted from 0.
+        depth: depth of this layer, counted from 0.
     Raises:
         ValueError: choices that exclude each other, naming both.
     """
@@ -119,7 +119,7 @@ class Attention(nnx.Module):
             self.head_norm = norm("rmsnorm", size, **normed, rngs=rngs)
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
-        """Add the projections of queries, keys, values and output, and their norms."""
+        """Add all projections, with their convolutions and norms."""
         heads, kv_heads, queries, keys, size, value_size = self.mixer.sizes
         shared = {"dtype": self.mixer.dtype, "rngs": rngs}
 
@@ -276,7 +276,7 @@ class Attention(nnx.Module):
             inputs: the last inputs of each convolution before x; the dict receives the
                 last inputs of x in their place.
             padding_mask: True for tokens that exist; the others follow them in the row.
-            segments: documents, over whose borders convolutions do not reach.
+            segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the text of each token, for rotations that
                 depend on it; by default the largest position + 1.
         """

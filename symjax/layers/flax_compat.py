@@ -5,9 +5,9 @@ Feature mechanisms form no pairs: their mask may hide keys and rows, as
 `make_attention_mask` does for padding, and causality is the option `is_causal`.
 
 A single query is a decoding step: it sees all keys that its mask shows, the keys in
-Flax's cache included. The step costs as much as the whole cache is long; a mechanism's
-own `*_step` costs one token. A row that sees no key gives zeros, where Flax gives a
-mean.
+Flax's cache included. The step costs O(S) for a cache of S keys; the `*_step` function
+of a recurrence costs the same for any S. A row that sees no key gives zeros, where Flax
+gives a mean.
 """
 
 import contextlib
@@ -146,7 +146,7 @@ def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
 def _check_options(mechanism: str, options: dict[str, Any]) -> None:
     """Check values that a mechanism would refuse in every call.
 
-    Arrays and functions may belong to heads of one size; a call checks them.
+    Arrays and functions may depend on the size of heads, so only a call checks them.
 
     Raises:
         ValueError: a value is unknown or out of its range, naming the option.

@@ -25,9 +25,9 @@ class Role(nnx.Module):
     def __init__(self, size: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         draw = nnx.initializers.normal(0.02)
         self.dtype = dtype
-        # Scales around 1 instead of 0, as in other codes, so that scores matter from
-        # the first step. configs/gau.py:tiny after 300 steps: held-out loss 1.98
-        # instead of 2.16.
+        # Scales start near 1, so that scores matter from the first step. Other
+        # implementations start near 0. configs/gau.py:tiny after 300 steps: held-out
+        # loss 1.98 instead of 2.16.
         self.scale = nnx.Param(1 + draw(rngs.params(), (size,)))
         self.bias = nnx.Param(jnp.zeros((size,)))
 
@@ -43,15 +43,15 @@ class GatedBlock(nnx.Module):
     are scales and biases of one vector z = silu(W_z y); u and v have twice the width,
     so that two such blocks cost about as much as one of attention and feed-forward.
 
-    gau    all pairs; weights are divided by model.length in a decoder, which may not
-           depend on the final length, and by the number of tokens in an encoder
+    gau    all pairs; weights are divided by model.length in a decoder, whose output may
+           not depend on later tokens, and by the number of tokens in an encoder
     flash  groups of chunk_size tokens, and linear attention across groups from a second
            query and key; both are divided by the size of a group
 
     Args:
         options: the model's configuration. z has model.head_size features, by default
             half the width and at most 128.
-        depth: of this block, counted from 0.
+        depth: depth of this block, counted from 0.
     Raises:
         ValueError: a key is set that the block does not have, naming it.
     Source: Hua et al. 2022, arXiv:2202.10447.

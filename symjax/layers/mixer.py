@@ -171,7 +171,7 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
-        By the argument `positions` a row sees the cached keys up to its own position.
+        The argument `positions` lets a row see the cached keys up to its own position.
         Later places are hidden, whether they are empty or hold padding: the padding of
         a row comes after its tokens, and its next tokens overwrite it.
 
@@ -322,7 +322,7 @@ def check_room(
     count: int,
     padding_mask: Bool[Array, "B T"] | None,
 ) -> None:
-    """Raise if tokens do not fit, as far as their number is known.
+    """Raise if more tokens come than fit, so far as their number is known.
 
     Under `jax.jit` only the number of new tokens is known; the number of earlier tokens
     and the padding are not.

@@ -86,7 +86,7 @@ def _normalised_tangent(
 ) -> tuple[Array, Array]:
     """Return value and tangent: du = (dx − mean(dx) − u mean(u dx)) / deviation.
 
-    u is x / deviation.
+    u is (x − mean) / deviation. An RMSNorm has no mean in either formula.
     """
     (x, scale, _), (change, scale_change, bias_change) = primals, tangents
     distance, inverse = _statistics(centred, epsilon, x)

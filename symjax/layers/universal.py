@@ -66,9 +66,9 @@ class UniversalBlock(nnx.Module):
     no gradient.
 
     All tokens are computed in every step: depth times the cost of a block, with the
-    weights of one. Halting is a threshold, so rounding can move a token to another
-    step: two forms of one computation then differ by 1 % of a step in its own output,
-    and by more in tokens that see it.
+    weights of one. Halting is a threshold, so rounding can make a token halt one step
+    later. Whole rows and decoding then differ in this token's output by about 1 % of
+    the change in that step, and by more in tokens that see it.
 
     Args:
         options: the model's configuration; `depth` is the number of steps, and `remat`

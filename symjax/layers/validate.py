@@ -51,13 +51,14 @@ def sizes(options: config.Model) -> Sizes:
         raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
     if chosen.symmetric in FROM_QUERIES and kv_heads != heads:
         raise ValueError(
-            f"model.attention.symmetric {chosen.symmetric!r} makes one key a query "
-            f"head: model.kv_heads {kv_heads} must equal model.heads {heads}"
+            f"model.attention.symmetric {chosen.symmetric!r} makes one key per "
+            f"query head: model.kv_heads {kv_heads} must equal model.heads {heads}"
         )
     if chosen.symmetric in FROM_QUERIES and chosen.differential == "v2":
         raise ValueError(
-            f"model.attention.symmetric {chosen.symmetric!r} makes one key a query "
-            "head, but model.attention.differential 'v2' gives two query heads one key"
+            f"model.attention.symmetric {chosen.symmetric!r} makes one key per "
+            "query head, but model.attention.differential 'v2' gives two query heads one "
+            "key"
         )
     if not options.head_size and options.width % (heads * halves):
         raise ValueError(
@@ -280,7 +281,7 @@ def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None
             lacking.append(name)
     if lacking:
         raise ValueError(
-            f"model.attention.implementation {chosen!r} is of softmax alone: "
+            f"model.attention.implementation {chosen!r} is only for softmax: "
             f"{', '.join(lacking)} takes rows or whole"
         )
     if chosen == "ring" and not config.is_causal(options):
@@ -326,5 +327,5 @@ def _check_no_keys(options: config.Model, mechanism: str) -> None:
         if value not in allowed:
             raise ValueError(
                 f"{key} {value!r} is about keys: {mechanism} has none, it takes the "
-                "queries twice"
+                "queries as keys"
             )

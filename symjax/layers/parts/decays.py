@@ -15,7 +15,7 @@ from symjax.layers.parts.part import Part, Sizes, repeat_key_heads
 from symjax.layers.primitives import Linear
 from symjax.layers.sharded import Operand
 
-RANK = 16  # of the low-rank map of gates, as in GLA
+RANK = 16  # rank of the low-rank map of gates, as in GLA
 SOFTPLUS = ("mamba2", "kda")
 
 
@@ -26,19 +26,19 @@ class FixedDecay(nnx.Module):
         kind: a name in `LOG_DECAYS`, which has the rates.
         heads: number of different rates.
         keys: number of key heads, a multiple of `heads`.
-        depth, layers: of this layer, counted from 0, and number of layers.
+        depth, layers: depth of this layer, counted from 0, and number of layers.
     """
 
     BY_DEPTH = ("rates",)
 
     def __init__(self, kind: str, heads: int, keys: int, depth: int, layers: int):
-        self.branches = keys // heads  # key heads that share one rate
+        self.heads_per_rate = keys // heads
         with jax.ensure_compile_time_eval():  # concrete numbers, also under eval_shape
             rates: Any = LOG_DECAYS[kind].rates
             self.rates: Any = tuple(map(float, rates(heads, depth, layers)))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "1 1 K"]:
-        return jnp.repeat(jnp.asarray(self.rates), self.branches)[None, None]
+        return jnp.repeat(jnp.asarray(self.rates), self.heads_per_rate)[None, None]
 
 
 def has_rates(kind: str) -> bool:
@@ -133,8 +133,8 @@ def decay_of(
         key: the key of model.attention that chooses them, decay or forget.
     Raises:
         ValueError: decay_heads is set and model.attention.decay is no constant,
-            decay_heads do not divide the key/value heads, or a noise key belongs to
-            several constants.
+            decay_heads do not divide the key/value heads, or heads with different
+            rates share a noise key.
     """
     kind, head = getattr(options.attention, key), (sizes.keys, sizes.head_size)
     decay_heads = options.attention.decay_heads
@@ -202,7 +202,7 @@ def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
 def gate_of_key_heads(
     gate: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Return the weights of a gate whose key heads the target has several times.
+    """Return the weights of a gate whose key heads the target repeats.
 
     All heads share the map `down`.
     """
@@ -217,9 +217,9 @@ def decay_converted(
 ) -> dict[str, Any]:
     """Return the decay weights of a layer of the target.
 
-    Decays of another kind start fresh. Key heads that the target has several times keep
-    their decay. For differential V1 from one map, both branches of a head get the decay
-    of the head.
+    Decays of another kind start fresh. Key heads that the target repeats keep their
+    decay. If only the target is differential (V1), both branches of a head get the
+    decay of the head.
     """
     before, after = source.attention, target.attention
     if before.decay != after.decay:

@@ -63,8 +63,8 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Key heads that the target has several times keep their β and decay. For differential
-    V1 from one map, both branches of a head get the β and the decay of the head.
+    Key heads that the target repeats keep their β and decay. If only the target is
+    differential (V1), both branches of a head get the β and the decay of the head.
     """
     weights = decay_converted(weights, source, target)
     beta = repeat_key_heads(weights["beta"], source, target)

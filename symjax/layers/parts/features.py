@@ -104,8 +104,8 @@ def _maps_converted(
 ) -> dict[str, Any]:
     """Return the learned maps of a layer of the target.
 
-    Maps of other features start fresh. For differential maps from one map, each branch
-    of a head gets a map: of V1 its own half of the head's map, of V2 the head's map.
+    Maps of other features start fresh. If only the target is differential, each branch
+    of a head gets a map: in V1 its own half of the head's map, in V2 the whole map.
     """
     if not {*MAPS} <= weights.keys():
         return weights
@@ -186,7 +186,8 @@ def _weights_of_performer(
 ) -> dict[str, Any]:
     """Return a random projection, and the statistics of FAVOR++ or FAVOR#.
 
-    They are constants. `symjax.models.fit_statistics` writes other statistics.
+    They are constants. `symjax.models.fit_statistics` replaces the statistics by
+    measured ones.
     """
     chosen, size = options.attention, sizes.head_size
     projection = attention.orthogonal_projection(

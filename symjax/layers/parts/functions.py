@@ -19,7 +19,7 @@ from symjax.layers.parts.part import (
 from symjax.layers.primitives import unit_length
 from symjax.layers.sharded import Operand
 
-LEAST_RIDGE = 0.25  # of the published Mesa layer, whose ridge begins at 1
+LEAST_RIDGE = 0.25  # as in the published Mesa layer, whose ridge begins at 1
 
 
 def _options_of_function(options: config.Model, mechanism: str) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _options_of_function(options: config.Model, mechanism: str) -> dict[str, Any
 def _scaled_queries(
     layer: Any, x: Any, operands: dict[str, Operand]
 ) -> dict[str, Operand]:
-    """Multiply queries by √function_scale, and in a decoder also by 1/√√H."""
+    """Multiply queries by √function_scale, and in a decoder also by H^(−1/4)."""
     factor = layer.chosen.function_scale**0.5
     if layer.mixer.causal:
         factor *= layer.mixer.sizes.head_size**-0.25
@@ -46,8 +46,8 @@ def _flops_of_function(mixer: Any, chosen: config.Attention, length: int) -> flo
     """Return the operations per token of a function of QQᵀ.
 
     In an encoder they are those of QᵀQ, of QᵀV, and of Q times their product. In a
-    decoder a resolvent costs what the Mesa layer does. Each of the other terms of exp
-    reads a state of H × H.
+    decoder a resolvent costs what the Mesa layer does. For the other functions, each
+    term of their power series reads a state [H H].
     """
     sizes = mixer.sizes
     if not mixer.causal:
@@ -99,9 +99,9 @@ def _flops_of_mesa(mixer: Any, chosen: config.Attention, length: int) -> float:
 def _mesa_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Repeat the ridges of key heads that the target has several times.
+    """Repeat the ridges of key heads that the target repeats.
 
-    For differential maps from one map, each branch keeps the ridges of its channels.
+    If only the target is differential, each branch keeps the ridges of its channels.
     """
     ridge = repeat_key_heads(weights["ridge"], source, target)
     return weights | {"ridge": ridge}

@@ -1,10 +1,10 @@
 """`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
-A family of mechanisms with weights of its own has a file here with a `Part`, and each
-of its mechanisms a line in `PARTS` (`symjax.layers.parts.table`). The layer, its
-decoding state, conversion, cost, sharding and evaluation read these declarations
-instead of asking for a mechanism by name. Two functions do ask for a name:
-`models.convert.changes`, and `training.transfer.teacher_of`.
+A family of mechanisms that add weights has a file here with a `Part`, and each of its
+mechanisms has a line in `PARTS` (`symjax.layers.parts.table`). The layer, its decoding
+state, conversion, cost, sharding and evaluation read these declarations instead of the
+mechanism's name. Three functions do read the name: `models.convert.changes`,
+`training.transfer.teacher_of`, and `_check_choices` of `layers.validate`.
 """
 
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def repeat_heads(x: Array, heads: int, times: int, axis: int = -1) -> Array:
 def repeat_key_heads(
     weights: Any, source: config.Model, target: config.Model, axis: int = -1
 ) -> Any:
-    """Repeat the entries of each key/value head as often as the target has the head."""
+    """Repeat each key/value head of the source up to the number that the target has."""
     before, after = (x.kv_heads or x.heads for x in (source, target))
     if before == after:
         return weights
@@ -113,7 +113,7 @@ def recurrence_flops(mixer: Any, features: int, length: int) -> float:
 
     Args:
         mixer: `symjax.layers.mixer.Mixer`.
-        features: of a query or key.
+        features: number of features of a query or key.
     """
     value, options = mixer.sizes.value_size, dict(mixer.options)
     pairs = min(options.get("chunk_size", 0), length) * (features + value)
@@ -142,7 +142,7 @@ class Part(NamedTuple):
         feature_count: (model.attention, head size) → features of a query or key after
             the mechanism's map; by default the head size.
         flops: (mixer, model.attention, length) → operations per token without the
-            projections, unless those of scores or of a recurrence.
+            projections; by default those of scores or of a recurrence.
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
         owned: weights that other mechanisms do not have.
         drawn: (constant, key of model.attention): a converted model keeps the constant

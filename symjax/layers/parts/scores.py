@@ -67,7 +67,8 @@ def _options(options: config.Model, mechanism: str) -> dict[str, Any]:
     """Return the options of a mechanism, without a law that is learned.
 
     Raises:
-        ValueError: a law without the base that it needs, or with one beside it.
+        ValueError: the law `learned` without model.attention.length_base, or another
+            law with it.
     """
     values = named_options(options, mechanism)
     law, base = options.attention.length_scale, options.attention.length_base
@@ -85,8 +86,8 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Gates of another kind start fresh. Key heads that the target has several times keep
-    their gate. For differential V1 from one map, both branches of a head get its gate.
+    Gates of another kind start fresh. Key heads that the target repeats keep their
+    gate. If only the target is differential (V1), both branches of a head get its gate.
     """
     before, after = source.attention, target.attention
     if before.forget != after.forget:

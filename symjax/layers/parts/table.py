@@ -13,7 +13,7 @@ from symjax.layers.parts.scores import SCORES
 
 
 def _options_of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """Return the divisor of weights, and the options of the same names.
+    """Return the divisor of weights, and the options that are configuration keys.
 
     A decoder divides by a constant, since its output may not depend on how long the
     text becomes. An encoder divides by the number of tokens.
@@ -33,7 +33,7 @@ def _gau_converted(
 
 
 def _flops_of_flash(mixer: Any, chosen: config.Attention, length: int) -> float:
-    """Return the operations of the pairs in a group, and of a state keys × values."""
+    """Return the operations per token of pairs in a group and of the state [H V]."""
     size, hidden = mixer.sizes.head_size, mixer.sizes.value_size
     pairs = dict(mixer.options)["group_size"] * (size + hidden)
     return pairs * (1 if mixer.causal else 2) + 4 * size * hidden
@@ -60,7 +60,8 @@ PARTS = {
 def part_of(mechanism: str) -> Part:
     """Return the part of a mechanism.
 
-    Score mechanisms that are not in the table have that of scores, and others none.
+    A mechanism that is not in the table has the part `SCORES` if it computes scores,
+    and otherwise an empty part.
     """
     if mechanism in PARTS:
         return PARTS[mechanism]

@@ -1,8 +1,8 @@
 """Bytes that a program compiled for a GPU reads and writes, by part of the step.
 
-The compilers for GPUs estimate no time. All operations but matrix products are limited
-by memory, so the time of their bytes at full speed is the least they can take, and
-bytes before and after a change show what it saves. An array counts once for each
+The compilers for GPUs estimate no time. Memory limits all operations except matrix
+products, so their bytes at full speed give the least time that they can take. The bytes
+before and after a change show what the change saves. An array counts once for each
 operation that reads or writes it; if an operation reads or replaces a slice, only the
 slice counts.
 """
@@ -30,7 +30,8 @@ _SCRATCH = ("s8", "u8")  # element types of the workspace of custom calls
 def bytes_by_part(text: str) -> Counter:
     """Return the bytes of one run on one GPU, by part (`tpu_cycles.PARTS`).
 
-    Attention is its kernels; on several devices it is everything inside `shard_map`.
+    On one device, attention is the attention kernels alone; on several devices it is
+    everything inside `shard_map`.
     Collectives are left out, and loops of unknown length count as one trip.
 
     Args:
@@ -79,7 +80,7 @@ def _fusion_bytes(fused: list[Instruction], *, scratch: bool) -> int:
             readers[by_name[name].name].append((index, x))
 
     def read(parameter: Instruction) -> int:
-        """Return the bytes read of a parameter, those of slices if only slices are."""
+        """Return the bytes read of a parameter; if only slices are read, theirs."""
         slices = 0
         for index, x in readers[parameter.name]:
             if index or x.operation not in (*_SLICES, *_UPDATES):
@@ -88,7 +89,7 @@ def _fusion_bytes(fused: list[Instruction], *, scratch: bool) -> int:
         return min(slices, _bytes(parameter.shape))
 
     def written(name: str) -> int:
-        """Return the bytes written of a result, those of the slice that is replaced."""
+        """Return the bytes written of a result; if a slice is replaced, its bytes."""
         x = by_name[name]
         if x.operation in _UPDATES:
             x = by_name[x.operands[_UPDATES[x.operation]]]

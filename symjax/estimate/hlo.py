@@ -56,7 +56,7 @@ class Buffer(NamedTuple):
 
     @property
     def on_chip(self) -> bool:
-        """Return whether the array is in another memory than the main one."""
+        """Return whether the array is in a memory other than the main memory."""
         return bool(re.search(r"S\([1-9]", self.layout))
 
 
@@ -146,7 +146,7 @@ def sum_over_run(
 
 
 def _add(sums: Counter, numbers: Counter, times: int) -> None:
-    """Add numbers `times` times; a loop of unknown length is still one such loop."""
+    """Add numbers `times` times, except the number of loops of unknown length."""
     for key, number in numbers.items():
         sums[key] += number if key == UNKNOWN_LOOPS else times * number
 

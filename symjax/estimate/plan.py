@@ -197,7 +197,7 @@ def _chip_memory(machine: targets.Target, needed: int | None) -> str:
     if needed is not None and needed <= size:
         answer = "it fits"
     elif needed is not None and machine.chip.per_cycle:
-        answer = "it just fits: the compiler counts on a little more"
+        answer = "it just fits: the compiler assumes a little more memory"
     else:
         answer = (
             "it does NOT fit: mesh.fsdp splits weights and optimizer, "
@@ -212,7 +212,8 @@ def _times_on_chips(
     """Return a table of the least time of a step on the chips of `models/chips.py`.
 
     Args:
-        needed: bytes of memory on each device, taken to be read and written once.
+        needed: bytes of memory on each device. The table assumes that each byte is read
+            and written once.
     """
     if options.model.remat == "full":  # one more forward pass: a third more FLOPs
         flops *= 4 / 3
@@ -263,9 +264,9 @@ def _times_by_bytes(
         "the run             "
         + _hours(steps, max(computing, moving, sending), most)
         + f" for {steps:,} steps: the longest of FLOPs, bytes and collectives, to "
-        "their sum, with the FLOPs or the bytes of products",
-        "The compiler for GPUs estimates no time: these are the bytes of what it made, "
-        "each array once an operation. Real speeds are lower.",
+        "their sum, in which products take the longer of their FLOPs and their bytes",
+        "The compiler for GPUs estimates no time: these are the bytes of its program, "
+        "each array counted once per operation. Real speeds are lower.",
     ]
 
 
@@ -296,7 +297,7 @@ def _times_by_cycles(
         + _hours(steps, max(low / clock, sending), total / clock + sending)
         + f" for {steps:,} steps: the low sum, to the sum and the collectives",
         "The cycles are the compiler's estimate: close for products, too high where "
-        "memory is the limit. Low: what is no product moves its bytes at full speed.",
+        "memory is the limit. Low: all but products move their bytes at full speed.",
         *_counts_line(
             "kernels, by the FLOPs that they declare, at peak", cycles.kernels
         ),

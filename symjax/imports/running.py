@@ -157,13 +157,14 @@ def _run(word: str) -> None:
         if (known := ran.get(str(path))) is not None:
             if known.text != text:
                 raise ValueError("it has changed since this process ran it")
-        elif not any(x.text == text for x in ran.values()):  # as a stored copy
+        # A stored copy of the same text may have run.
+        elif not any(x.text == text for x in ran.values()):
             run_file(path, str(path), path.parent)
 
 
 @contextlib.contextmanager
 def _importable(folder: str, last: bool = False) -> Iterator[None]:
-    """Put a folder first (or last) on Python's path; afterwards it is the last one.
+    """Put a folder first (or last) on Python's path, and last when the block ends.
 
     It stays on the path because functions of the code may import when they are called.
     """

@@ -63,7 +63,10 @@ class Source(NamedTuple):
         return not used.isdisjoint(self.adds)
 
     def replaces(self, other: "Source") -> bool:
-        """Return whether both add one entry, or share a name if `other` adds none."""
+        """Return whether both add an entry in common.
+
+        If `other` adds none, return whether both have the same name.
+        """
         if not other.adds:
             return self.name == other.name
         return not {*self.adds}.isdisjoint(other.adds)

@@ -57,8 +57,8 @@ def sizes(options: config.Model) -> Sizes:
     if chosen.symmetric in FROM_QUERIES and chosen.differential == "v2":
         raise ValueError(
             f"model.attention.symmetric {chosen.symmetric!r} makes one key per "
-            "query head, but model.attention.differential 'v2' gives two query heads one "
-            "key"
+            "query head, but model.attention.differential 'v2' gives two query heads "
+            "one key"
         )
     if not options.head_size and options.width % (heads * halves):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Metrics of a run, written to `metrics.jsonl` of its workdir at once.
+"""Metrics of a run, written to `metrics.jsonl` of its workdir without delay.
 
 For a workdir in a bucket the file is in the run's local folder, and `Mirror` copies it
 to the bucket.
@@ -30,7 +30,7 @@ from symjax.monitor.mirror import Mirror
 from symjax.storage import check_writable, local_folder, replaced, store_errors
 
 NAME = "metrics.jsonl"
-# Beginnings of names that the number of a layer follows.
+# Prefixes of metrics; the number of a layer follows.
 LAMBDA, GRADIENT_NORM = "lambda/", "gradient_norm/"
 
 
@@ -41,8 +41,8 @@ class Metrics:
         workdir: its earlier lines are kept, also if they were written on another
             machine.
         step: the step that the run starts or continues from. Lines that a killed run
-            wrote for later steps are removed, so that no step is there twice. So is a
-            line that it did not finish.
+            wrote for later steps are removed, so that no step occurs twice. A line that
+            it did not finish is removed too.
         options: its `log` names the boards that show the metrics too.
     Raises:
         ValueError: the files cannot be written, or as `boards`.
@@ -52,7 +52,7 @@ class Metrics:
         self, workdir: epath.Path, step: int = 0, options: Config | None = None
     ):
         self._file: FileIO | None = None
-        self._late = b""  # what a full disk did not take
+        self._late = b""  # lines that a full disk has not taken yet
         self._boards = []
         self._mirror = Mirror(workdir)
         if not is_process_zero():
@@ -70,7 +70,7 @@ class Metrics:
         self.upload()
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append the values of a step, at once.
+        """Append the values of a step without delay.
 
         If the disk is full, one warning says so, and the rest is written when there is
         room. Infinities and NaN become null, since JSON has no other form for them.

@@ -21,7 +21,7 @@ class Progress:
 
     Args:
         total: number of steps of the run.
-        start: steps that were made before it resumed.
+        start: number of steps before the run resumed.
     """
 
     def __init__(self, total: int, start: int):
@@ -81,7 +81,7 @@ class Progress:
 
 
 def print_line(line: str) -> None:
-    """Print a line on stderr, in process 0 alone."""
+    """Print a line on stderr, only in process 0."""
     if is_process_zero():
         print(line, file=sys.stderr, flush=True)
 
@@ -117,7 +117,7 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure `speed` and `data_seconds` anew."""
+        """Restart the measurement of `speed` and `data_seconds`."""
         self.steps, self.since, self.waited = 0, time.monotonic(), 0.0
 
     @contextlib.contextmanager

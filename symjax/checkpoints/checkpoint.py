@@ -1,9 +1,10 @@
 """Checkpoints of a run: saved in the background, checked when they are restored.
 
-Orbax commits a step by a rename, or in a bucket by a last object, so a killed save
-leaves nothing that counts as a step. Orbax does not notice two kinds of damage: a
-flipped bit, and a directory that has lost files but still counts as the latest step.
-`record` finds both, and `Checkpoints.restore` then takes the step before.
+Orbax commits a step by renaming its directory, or in a bucket by writing a last object.
+So a save that is killed leaves nothing that counts as a step. Orbax does not notice two
+kinds of damage: a flipped bit, and a directory that has lost files but still counts as
+the latest step. `record` finds both, and `Checkpoints.restore` then restores the step
+before.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Checkpoints:
 
     Args:
         directory: absolute path; the directory is made if it is missing.
-        keep: number of the newest whole checkpoints to keep. None opens them for
-            reading only: nothing is made, written or deleted.
+        keep: number of the newest whole checkpoints to keep. With None the checkpoints
+            can only be read: nothing is made, written or deleted.
         best: also keep the checkpoint whose meta has the least `heldout_loss`.
     Raises:
         ValueError: the directory is not absolute or cannot be written, or keep < 1.
@@ -73,7 +74,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return all committed steps on disk, ascending.
 
-        Some may have been damaged since: only `restore` reads the arrays and finds out.
+        Some may be damaged, which only `restore` finds, since it reads the arrays.
         """
         with store_errors(self.directory):
             if not self.directory.is_dir():
@@ -98,12 +99,13 @@ class Checkpoints:
         donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
-        checkpoints are unharmed. `wait` then raises the error. The next `save` only
-        prints it, but with several processes raises it too.
+        checkpoints are unharmed, and `wait` raises the error. If the next `save` finds
+        the error first, one process prints it and continues, but several processes
+        raise it.
 
-        Steps that the last `restore` passed over are deleted. They were damaged, or
-        later than the step that was asked for. One with the number `step` is deleted at
-        once, the others when this save is complete.
+        The later steps that the last `restore` passed over are deleted. They are
+        damaged, or an earlier step was asked for. A step with the number `step` is
+        deleted at once, the others when this save is complete.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
@@ -144,13 +146,13 @@ class Checkpoints:
                 (the default device if there is none). Other items are not read.
             step: restore the checkpoint of this step.
             best: restore the whole checkpoint with the least held-out loss.
-            warn: called with one line for each damaged checkpoint that was passed over.
+            warn: called with one line for each damaged checkpoint that was skipped.
         Returns:
             (trees, meta).
         Raises:
-            ValueError: there is no checkpoint, or no whole one. Also if the checkpoint
-                of `step` is missing or damaged, or its arrays have other names, shapes
-                or types than the trees.
+            ValueError: there is no checkpoint, or no whole one; the checkpoint of
+                `step` is missing or damaged; or the arrays of a checkpoint have other
+                names, shapes or types than the trees.
         """
         self.settle()
         (trees, meta), restored, reasons = self._first_whole(
@@ -170,8 +172,8 @@ class Checkpoints:
         """Return the meta that `save` was given, and `step`; no array is read.
 
         Without `step` it is the meta of the newest or best checkpoint whose meta is
-        whole. The arrays of that checkpoint may be damaged. `restore` then restores
-        another one and returns its meta.
+        whole. If the arrays of that checkpoint are damaged, `restore` restores another
+        checkpoint and returns the meta of that one.
 
         Raises:
             ValueError: there is no checkpoint, or no whole meta.
@@ -199,8 +201,8 @@ class Checkpoints:
         """Wait like `wait`, but only print a warning if the checkpoint was not saved.
 
         Raises:
-            NotSaved: the checkpoint was not saved and there are several processes. The
-                others may wait for this one to finish the save, so the run must end.
+            NotSaved: the checkpoint was not saved, and there are several processes. The
+                run must end, since the others may wait for this process's part.
         """
         try:
             self.wait()
@@ -231,10 +233,10 @@ class Checkpoints:
             print_warning(str(error))  # the exception that ended the run goes on
 
     def _candidates(self, step: int | None, best: bool) -> list[int]:
-        """Return the steps to try until one is whole: the newest first.
+        """Return the steps in the order in which to try them until one is whole.
 
-        For the best one they are sorted by loss. Steps whose loss cannot be read come
-        first, since each of them may be the best.
+        The newest comes first, or with `best` the one with the least loss. Steps whose
+        loss cannot be read come before it, since each of them may be the best.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")
@@ -270,7 +272,7 @@ class Checkpoints:
         return losses
 
     def _make_room(self, manager: Manager, step: int) -> None:
-        """Delete a step that `restore` passed over, if a save has the same number.
+        """Delete the checkpoint with the number `step` if `restore` passed over it.
 
         Raises:
             ValueError: this step, or a later one, exists and was not passed over.

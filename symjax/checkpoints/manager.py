@@ -1,4 +1,4 @@
-"""Orbax's checkpoint manager: a policy of the steps to keep, and its failures."""
+"""Orbax's checkpoint manager, the policy of which steps to keep, and failed saves."""
 
 import functools
 import logging
@@ -25,14 +25,14 @@ class NotSaved(ValueError):
 class KeepPolicy:
     """Preservation policy of Orbax that keeps the newest whole steps.
 
-    A step counts as whole if this process has saved or restored it. An older step that
-    was not read stays until `keep` whole steps are newer, so a damaged step never takes
-    the place of a whole one. If `best` is True, the step with the least held-out loss
-    stays too.
+    A step counts as whole if this process has saved or restored it. Other steps on disk
+    may be damaged, so they do not count towards `keep`. They stay until `keep` whole
+    steps are newer. If `best` is True, the step with the least held-out loss stays too.
 
     Attributes:
         whole: steps that count as whole.
-        passed: steps that the last `restore` passed over; they are deleted.
+        passed: steps that the last `restore` found on disk and that are later than the
+            restored one; they are deleted.
         losses: held-out losses by step.
     """
 
@@ -87,7 +87,7 @@ class KeepPolicy:
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Silence Orbax's logs, which repeat over pages an error that it also raises.
+    """Silence Orbax's logs, which are pages about errors that Orbax also raises.
 
     If one array fails, Orbax closes its event loop before the tasks of the other arrays
     are done. asyncio then logs the errors of these tasks, and threads of TensorStore
@@ -130,10 +130,10 @@ def failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseExc
 
 
 class Manager(ocp.CheckpointManager):
-    """Orbax's manager, which aborts a process that cannot write its shards.
+    """Orbax's manager, changed to abort a process that cannot write its shards.
 
-    With several processes Orbax would let this process wait for the others, and them
-    for its shards, for 20 minutes.
+    With several processes Orbax would not end it: for 20 minutes this process would
+    wait for the others, and the others for its shards.
     """
 
     def __init__(self, directory: epath.Path, policy: KeepPolicy):
@@ -148,10 +148,10 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax about preemption.
 
-        jax counts the calls of all processes, one after each step, and the processes
-        agree on the number of the call at which they stop. Orbax would add calls in its
-        saves, with the number of the step. The processes would then agree on a number
-        that is past or far ahead, and the run would never stop, or much too late.
+        `Interrupts` calls jax once after each step with the number of the call, and all
+        processes agree on the number at which they stop. In each save Orbax would call
+        jax with the number of the step instead. The processes could then agree on a
+        number that is past or far ahead, and would stop never or much too late.
         """
         return False
 

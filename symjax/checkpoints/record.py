@@ -1,4 +1,4 @@
-"""One checkpoint on disk: its format, and the check that it is what was saved.
+"""One checkpoint on disk: its format, and the check of what is read from it.
 
     <step>/<item>        one Orbax item for each tree: params, constants, optimizer
     <step>/meta          JSON: step, the caller's meta, type and checksum of every array
@@ -6,9 +6,9 @@
 Orbax restores a flipped bit silently. So every array has a checksum, computed on the
 device before the save and after the restore, and meta has a checksum too.
 
-Trees are stored as nested dicts of arrays; NamedTuples and lists become dicts by field
-and position. No Python objects are stored. meta may hold source text
-(`symjax.imports`), which is not run here.
+Trees are stored as nested dicts of arrays. NamedTuples become dicts with their fields
+as keys, and lists become dicts with positions as keys. No Python objects are stored.
+meta may hold source text (`symjax.imports`), which is not run here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ META = "meta"
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was saved; the message says in one line what differs."""
+    """A checkpoint differs from what was saved; the message says how, in one line."""
 
 
 def to_save(step: int, trees: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """Return Orbax's save arguments by item. Waits for the arrays.
+    """Return Orbax's save arguments by item, after waiting for the arrays.
 
     Raises:
         ValueError: two leaves have one name.
@@ -86,7 +86,7 @@ def read_meta(directory: epath.Path) -> dict[str, Any]:
     """Return the meta that `to_save` was given, and the step.
 
     Raises:
-        Damaged: it is missing, unreadable or altered.
+        Damaged: the meta is missing, unreadable or altered.
     """
     return _meta(_read_document(directory))
 
@@ -94,7 +94,7 @@ def read_meta(directory: epath.Path) -> dict[str, Any]:
 def short(error: BaseException) -> str:
     """Return the type of an error and the end of its first line.
 
-    Orbax's messages give the cause at the end of that line.
+    The line is cut on the left, since Orbax's messages end with the cause.
     """
     error = error.__cause__ or error
     line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
@@ -105,8 +105,8 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
     """Return the leaves by their names "item/path/of/the/leaf", in the tree's order.
 
     Raises:
-        ValueError: two leaves have the same name, or one name is the beginning of
-            another's path. A full stop separates parts of a path too, as in Orbax.
+        ValueError: two leaves have the same name, or the name of one is a folder in the
+            path of another. As in Orbax, a full stop separates like a slash.
     """
     named, taken = {}, set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -144,7 +144,7 @@ def _document(
 
 
 def _seal(document: dict[str, Any]) -> str:
-    """Return the checksum of the document itself."""
+    """Return the SHA-256 of a document that has no checksum yet."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -164,7 +164,8 @@ def _check_fits(
     """Check names, types and shapes of an item.
 
     Raises:
-        ValueError: the checkpoint has others; the message names both.
+        ValueError: the checkpoint has other names, types or shapes; the message names
+            those of both sides.
     """
     stored = {n: kind for n, (kind, _) in arrays.items() if n.split("/")[0] == item}
     wanted = {name: _type_of(leaf) for name, leaf in leaves.items()}
@@ -179,7 +180,7 @@ def _check_fits(
 def _attempt(what: str, read: Callable[[], Any]) -> Any:
     """Return the result of `read`; raise Damaged in every process if one fails.
 
-    Some failures are no damage and end the run: too little memory, no permission, a
+    Some failures are not damage, and end the run: too little memory, no permission, a
     broken device, or a store that does not answer.
     """
 
@@ -209,7 +210,7 @@ def _read_document(directory: epath.Path) -> dict[str, Any]:
         document = dict(ocp.JsonCheckpointHandler().restore(directory / META))
         if document.pop("checksum") != _seal(document):
             raise Damaged(f"{META} does not match its checksum")
-        # The checksum proves no origin, so check the types that `_document` writes.
+        # Anyone can make a checksum, so check the types that `_document` writes.
         kinds = {"step": int, "meta": dict, "arrays": dict}
         if any(type(document.get(n)) is not kind for n, kind in kinds.items()) or any(
             not isinstance(array, list) or [*map(type, array)] != [str, str]

@@ -1,7 +1,7 @@
 """Exit code and message of a run for each kind of error.
 
-`exit_of` maps an exception to an `Exit`, and `run_and_exit` runs a program and ends the
-process with it.
+`exit_of` maps an exception to an `Exit`. `run_and_exit` runs a program, and ends the
+process with the exit of the exception that the program raises.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Refused(ValueError):
-    """Failure of one process, raised in all processes; the first one prints it."""
+    """Failure of one process, raised in all processes; process 0 prints it."""
 
     def __init__(self, reason: str, *, exit_code: int = 2, kind: str = "error"):
         super().__init__(reason)
@@ -50,7 +50,7 @@ class Refused(ValueError):
 AGREED = (Refused, FloatingPointError, Interrupted)
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|Out of memory")
 STATUS = re.compile("(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED): ")
-LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # messages shorten such words
+LONG_WORD = re.compile(r"(\S{100})\S{200,}(\S{20})")  # shortened in messages
 
 
 class Exit(NamedTuple):
@@ -95,10 +95,10 @@ def exit_of(error: BaseException) -> Exit | None:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Return whether an error means that another process is gone.
+    """Return whether an error means that another process has ended.
 
-    A collective or jax's coordination service has failed then. Errors of gloo, the
-    collectives on CPUs, are ValueErrors.
+    Such an error comes from a collective or from jax's coordination service. On CPUs
+    collectives run by gloo, whose errors are ValueErrors.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return is_distributed() and not OUT_OF_MEMORY.search(str(error))
@@ -109,8 +109,8 @@ def lost_connection(error: BaseException) -> bool:
 def run_and_exit(run: Callable[[], None]) -> NoReturn:
     """Run a program, and exit with a code and one line on stderr if it fails.
 
-    If several processes end for the same reason, the first one prints it. An unexpected
-    error prints its traceback.
+    If all processes end for the same reason, process 0 prints it. For an unexpected
+    error the traceback is printed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # some terminals cannot encode λ
@@ -137,16 +137,16 @@ def run_and_exit(run: Callable[[], None]) -> NoReturn:
 
 
 def exit_at_once(exit_code: int, line: str) -> NoReturn:
-    """Print a line and exit, without waiting for other processes: jax ends them.
+    """Print a line and exit, without waiting for other processes, which jax ends.
 
-    At an ordinary exit jax would wait for the other processes, for minutes.
+    At an ordinary exit jax would wait for the other processes for minutes.
     """
     try:
         if line:
             print(line, file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-    finally:  # also if the streams are closed, or a signal comes
+    finally:  # even if the streams are closed or a signal arrives
         if is_distributed():
             os._exit(exit_code)
     sys.exit(exit_code)
@@ -154,7 +154,7 @@ def exit_at_once(exit_code: int, line: str) -> NoReturn:
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Raise `Stopped` in the block at SIGTERM, as KeyboardInterrupt at Ctrl-C."""
+    """Raise `Stopped` in the block at SIGTERM, as Ctrl-C raises KeyboardInterrupt."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise Stopped(signal.Signals(number))

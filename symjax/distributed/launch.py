@@ -38,9 +38,10 @@ class Launch(NamedTuple):
         coordinator: host:port on the machine of process 0.
         processes: number of processes.
         process: number of this process.
-        devices: numbers of the GPUs of this machine to use; None uses all.
-        launcher: name of the launcher that jax asks for all of these, if not "".
-        wait: seconds that all processes have to connect.
+        devices: numbers of the GPUs of this machine to use; None means all.
+        launcher: name of the launcher from which jax gets all values above; "" if they
+            are given here.
+        wait: seconds within which all processes must connect.
         heartbeat: seconds of silence after which a process counts as dead.
     """
 
@@ -56,13 +57,13 @@ class Launch(NamedTuple):
 def is_distributed() -> bool:
     """Return whether this process is connected with others.
 
-    Without a connection no device is initialised to find out.
+    If it is not, no device is initialised by this call.
     """
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def is_process_zero() -> bool:
-    """Return whether this process writes the files and the lines of the run."""
+    """Return whether this process writes the files and prints the lines of the run."""
     return not is_distributed() or jax.process_index() == 0
 
 
@@ -73,7 +74,7 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
         flags: coordinator, processes and process, as text or None.
         environment: environment variables.
     Raises:
-        ValueError: only some are given, or they contradict each other.
+        ValueError: some flags or variables are missing, or they contradict each other.
     """
     given = {f"--{name}": getattr(flags, name) for name in FLAGS}
     if any(value is not None for value in given.values()):
@@ -121,7 +122,7 @@ def check_count(found: Launch | None) -> None:
     """Check that as many processes have connected as this process expects.
 
     Raises:
-        ValueError: it expects another number.
+        ValueError: another number of processes has connected.
     """
     if found and found.processes not in (None, jax.process_count()):
         raise ValueError(
@@ -148,7 +149,7 @@ def _complete(given: dict[str, str | None]) -> list[str]:
 def _parsed(
     coordinator: str, processes: str, process: str, device: str | None = None
 ) -> Launch | None:
-    """Return texts as a Launch, or None for one process."""
+    """Return the `Launch` of the given texts, or None for one process."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}")
@@ -203,7 +204,7 @@ def _launcher(environment: Mapping[str, str]) -> str:
     )
     if several("OMPI_COMM_WORLD_SIZE"):
         return "Open MPI"
-    # In a shell inside an allocation there is no job step, and no other process.
+    # A shell inside an allocation has no job step, so there are no other processes.
     if several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment:
         return "Slurm"
     if "," in hosts or several("MEGASCALE_NUM_SLICES"):
@@ -216,7 +217,7 @@ def _launcher(environment: Mapping[str, str]) -> str:
 def _check_address(coordinator: str, *, opens: bool) -> None:
     """Check the host, and the port if this process opens it.
 
-    jax would report these errors only after `wait` seconds, or abort.
+    jax would report an error only after `wait` seconds, or abort the process.
 
     Raises:
         ValueError: the host is unknown, or the port is taken.

@@ -1,12 +1,12 @@
 """Agreement among the processes of one run.
 
 All processes run the same program, and if one enters a collective, all must enter it.
-Two cases need care: a process may fail alone (a file that only it cannot read), and
-process 0 acts alone when it writes files. The other processes must be told, or they
-wait for ever.
+In two cases the other processes must be told, or they wait for ever: if a process fails
+alone (for instance because only it cannot read a file), and when process 0 writes files
+alone.
 
 Messages are arrays of bytes, which jax's `multihost_utils` gathers over all devices.
-With one process these functions only call what they are given.
+With one process, these functions only call the given task.
 """
 
 import json
@@ -28,13 +28,13 @@ Result = TypeVar("Result")
 def all_succeed(task: Callable[[], Result]) -> Result:
     """Run a task in every process, and return its result when all have succeeded.
 
-    The task may use collectives if it fails either in all processes, or before its
-    first collective.
+    A task that uses collectives may fail only before its first collective, or in all
+    processes.
 
     Raises:
-        Refused: the task failed in some process with an error that `exit_of` knows. An
-            error that it does not know ends only its process. With one process every
-            error is raised as it is.
+        Refused: the task failed in some process with an error that `exit_of` knows.
+            Other errors are raised only in the process that failed. With one process
+            every error is raised as it is.
     """
     if not is_distributed():
         return task()
@@ -93,7 +93,7 @@ def check_same(**values: Any) -> None:
 
 
 def allgather(text: str) -> list[str]:
-    """Return the texts of all processes, in the order of their numbers."""
+    """Return the texts of all processes, in the order of the processes' numbers."""
     if not is_distributed():
         return [text]
     message = np.frombuffer(text.encode(), np.uint8)
@@ -105,9 +105,9 @@ def allgather(text: str) -> list[str]:
 
 
 def replicated() -> NamedSharding | None:
-    """Return the sharding of whole arrays on every device.
+    """Return the sharding that puts a whole array on every device.
 
-    With one process it is None, which means the default device.
+    With one process, return None, which means the default device.
     """
     if not is_distributed():
         return None

@@ -22,13 +22,14 @@ GRACE = 2  # seconds for an orderly end after a second signal
 class Interrupts:
     """Signal handlers of a run, as a context manager.
 
-    The first signal is kept in `received`: the run ends before its first step, or after
-    the current one. While it waits for a batch, it ends with the step before. The
-    second signal ends it at once.
+    The first signal is kept in `received`. The run then ends before its first step, or
+    after the current step. If it waits for a batch, it ends without another step. A
+    second signal ends the run at once.
 
     With several processes jax handles SIGTERM: it tells all processes, and they agree
-    on the step. Ctrl-C then ends one process at once without a checkpoint, and the
-    others with it. Outside the main thread no handlers are installed.
+    on the step at which they end. Ctrl-C then ends one process at once without a
+    checkpoint, and so the others too. Outside the main thread no handlers are
+    installed.
     """
 
     def __init__(self) -> None:
@@ -60,11 +61,12 @@ class Interrupts:
         self._restore.close()
 
     def due(self) -> signal.Signals | None:
-        """Return the signal that ends the run after this step; None: there is none.
+        """Return the signal that ends the run after this step; None if there is none.
 
-        All processes return the same, and must call this equally often: at the same
-        places of the program before the first step, and once after every step. With
-        several processes a signal is returned about a second after it came.
+        The result is the same in all processes. All must call this method equally
+        often: at the same places of the program before the first step, and once after
+        every step. With several processes a signal is returned about a second after it
+        was sent.
         """
         if not is_distributed():
             return self.received
@@ -76,13 +78,13 @@ class Interrupts:
         """End the run if a signal came before the first step.
 
         Raises:
-            Interrupted: it came.
+            Interrupted: a signal came.
         """
         if number := self.due():
             raise Interrupted(number, EARLY)
 
     def begin_steps(self) -> None:
-        """Begin the steps, after each of which `due` is called.
+        """Begin the steps of training; `due` is called after each of them.
 
         Raises:
             Interrupted: as `check`.
@@ -92,7 +94,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let the first signal end the block at once. Nothing needs to be saved then.
+        """Let the first signal end the block at once, because nothing needs saving.
 
         Raises:
             Interrupted: a signal came.
@@ -108,7 +110,7 @@ class Interrupts:
             self._at_once = False
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal."""
+        """Keep the first signal, and raise `Stopped` at the second or in `at_once`."""
         again, self.received = self.received is not None, signal.Signals(number)
         if again or self._at_once:
             raise Stopped(self.received)
@@ -116,7 +118,7 @@ class Interrupts:
         os.write(2, f"\ninterrupted: {self._what} (again: stop at once)\n".encode())
 
     def _end_at_second(self, reader: socket.socket) -> None:
-        """End the process at a second signal that Python cannot handle.
+        """End the process at a second signal, if its handler does not end it in time.
 
         Python runs no handlers inside a long call into C, such as the compiler. The
         wakeup file descriptor receives the numbers of signals even then.

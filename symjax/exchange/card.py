@@ -1,4 +1,4 @@
-"""The model card: what a folder of weights holds, in words and numbers."""
+"""The model card of a folder of weights: use, facts about the model, and results."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
 
 
 def no_tokenizer(loaded: Loaded) -> str:
-    """Return a sentence if AutoTokenizer finds no tokenizer in the folder, else ""."""
+    """Return a sentence if the folder has no tokenizer for AutoTokenizer, else ""."""
     if isinstance(loaded.tokenizer, SubwordTokenizer):
         return ""
     line = "AutoTokenizer of transformers finds no tokenizer in this folder"
@@ -56,7 +56,7 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
 
     Args:
         reason: why transformers cannot load the folder; "" if it can.
-        results: of `read_results`.
+        results: the return value of `read_results`.
     Raises:
         ValueError: the results were measured on other weights.
     """
@@ -81,7 +81,8 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
         "trained on": f"data.source={source}, {loaded.step} steps",
     }
     if loaded.ema:
-        rows["weights"] = f"their mean, optimizer.ema={loaded.config.optimizer.ema:g}"
+        decay = loaded.config.optimizer.ema
+        rows["weights"] = f"moving average, optimizer.ema={decay:g}"
     library = "symjax" if reason else "transformers"
     head = [
         *("---", f"library_name: {library}", "---"),
@@ -101,7 +102,7 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
 def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
     """Refuse results that eval.py measured on other weights.
 
-    Only facts that the results contain are compared.
+    Facts that the results do not contain are not compared.
 
     Raises:
         ValueError: a fact differs.
@@ -124,5 +125,6 @@ def _numbers(results: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     lines = (f"| {name.replace('_', ' ')} | {value:.4f} |" for name, value in rows)
-    head = ["## Evaluation", "", "Losses are nats a token.", "", "| | |", "|---|---|"]
+    unit = "Losses are in nats per token."
+    head = ["## Evaluation", "", unit, "", "| | |", "|---|---|"]
     return [*head, *lines, ""]

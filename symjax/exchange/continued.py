@@ -1,6 +1,6 @@
 """Continuations of prompts of different lengths, generated in batches.
 
-`texts` groups prompts of about one length, generates token ids for each group
+`texts` groups prompts of similar length, generates token ids for each group
 (`models.generate`), and decodes them up to the first stop token or stop string.
 """
 
@@ -28,14 +28,14 @@ from symjax.models.generate import (
     whole,
 )
 
-# Limits of a batch. A single row may exceed the last two.
+# Limits of a batch. A batch of one row may exceed TOKENS and CACHE.
 BATCH = 32  # rows
 TOKENS = 2**15  # tokens of all prompts
 CACHE = 2**30  # bytes of the decoding cache
 
 
 def row_keys(key: Array, rows: int) -> Key[Array, "rows"]:
-    """Return a key for each row. The first is `key`, as for a single row."""
+    """Return a key for each row. The first row has `key`, as if it were alone."""
     others = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(1, rows))
     return jnp.concatenate([key[None], others])
 
@@ -55,8 +55,8 @@ def texts(
     Args:
         prompts: token ids [P]; the lengths may differ.
         count: largest number of new tokens; learned positions may leave fewer.
-        keys: one for each prompt. The continuation of a prompt depends on its key and,
-            up to rounding, not on the other prompts.
+        keys: a random key for each prompt. The continuation of a prompt depends on its
+            key, but not (up to rounding) on the other prompts.
         stop: token ids and strings.
         sampling: further arguments of `generate`.
     Raises:
@@ -83,9 +83,10 @@ def _until(
     tokens: Sequence[int],
     strings: Sequence[str],
 ) -> Callable[[np.ndarray], bool]:
-    """Return a function of the new tokens that says whether every row has ended.
+    """Return a function that says whether every row has ended, given the new tokens.
 
-    `generate` ends rows at stop tokens by itself. Stop strings need the decoded text.
+    `generate` itself ends rows at stop tokens. To find stop strings, the new tokens
+    must be decoded.
     """
     going = dict(enumerate(prompts))
 
@@ -103,7 +104,7 @@ def _until(
 def _batches(
     model: Decoder, prompts: Sequence[np.ndarray], count: int
 ) -> Iterator[list[int]]:
-    """Yield the indices of prompts for each batch: similar lengths, within the limits.
+    """Yield batches as lists of prompt indices: similar lengths, within the limits.
 
     Raises:
         ValueError: a prompt is empty or fills the learned positions, or count is not a
@@ -127,7 +128,7 @@ def _batches(
 
 
 def _room(model: Decoder, length: int, count: int) -> int:
-    """Return the number of new tokens after a prompt; learned positions limit it."""
+    """Return the number of new tokens after a prompt, limited by learned positions."""
     return min(count, model.length - length) if model.learned_positions else count
 
 
@@ -167,7 +168,8 @@ def ended(
 
     Args:
         row: token ids of the continuation.
-        prompt: token ids before it. They decide whether it begins with a space.
+        prompt: token ids before `row`, which decide whether its text begins with a
+            space.
     """
     row = before_stop(row, [x for x in stop if not isinstance(x, str)])
     text = difference(tokenizer, prompt, row)

@@ -1,4 +1,4 @@
-"""A trained model to work with: text in, text, logits and losses out."""
+"""`Loaded`: a trained model that continues texts and returns logits and losses."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from symjax.training.saved import read_run
 class TextLoss(NamedTuple):
     """Mean loss of a text.
 
-    The first token is scored only if the model has learned a token that precedes every
-    document, since otherwise nothing predicts it.
+    The first token is scored only if the model has learned a token that precedes
+    documents, since otherwise nothing predicts it.
 
     Attributes:
-        nats_per_token: mean over the scored tokens.
-        bits_per_byte: the same sum over the bytes of the scored tokens.
+        nats_per_token: mean of −ln p over the scored tokens.
+        bits_per_byte: sum of −log₂ p of these tokens, divided by their bytes.
     """
 
     nats_per_token: float
@@ -126,10 +126,10 @@ class Loaded:
         """Continue a prompt, or each prompt of a list, up to the end of the document.
 
         Several prompts are continued in batches. The continuation of a prompt does not
-        depend on the others, but its random draws depend on its place in the list; the
-        first prompt has the draws of a single prompt. Without learned positions, a
-        prompt may be longer than the rows of training. An empty prompt asks for a whole
-        document, if the model has learned a token that precedes a document.
+        depend on the others, but its random draws depend on its place in the list. The
+        first prompt has the same draws as a single prompt. Without learned positions, a
+        prompt may be longer than the rows of training. For an empty prompt a whole
+        document is generated, if the model has learned a token that precedes documents.
 
         Args:
             count: largest number of new tokens; learned positions may leave fewer.
@@ -194,12 +194,13 @@ class Loaded:
     def losses(self, tokens: Any) -> np.ndarray:
         """Return −log p of each token given the tokens before it, in nats.
 
-        Of T token ids the first is not scored: the result is [T − 1]. A text is scored
-        as a whole document. If the model has learned a token that precedes a document,
-        that token is put before the text, and the result is [T].
+        The first of T token ids is not scored, so the result is [T − 1]. A text is
+        scored as a whole document: if the model has learned a token that precedes
+        documents, that token is put before the text, and the result is [T].
 
         A text longer than config.model.length is read in windows of that length, like
-        held-out text in evaluation. A token is then predicted from its window alone.
+        held-out text in evaluation. A token is then predicted only from the tokens
+        before it in its window.
 
         Args:
             tokens: a text, or token ids [T].
@@ -238,7 +239,7 @@ class Loaded:
         Args:
             axes: allowed numbers of axes.
         Raises:
-            ValueError: they are not token ids of the vocabulary.
+            ValueError: the given values are not token ids of the vocabulary.
         """
         ids = np.asarray(self.encode(tokens) if isinstance(tokens, str) else tokens)
         if ids.ndim not in axes or (ids.size and ids.dtype.kind not in "iu"):
@@ -263,7 +264,7 @@ class Loaded:
 
 
 def _several(given: Any) -> list[Any]:
-    """Return the given values as a list, also if there is only one."""
+    """Return the given values as a list; a single value becomes a list of one."""
     one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
     return [given] if one else list(given)
 
@@ -283,12 +284,12 @@ def load(
 
     Args:
         workdir: the --workdir of train.py; also gs://BUCKET/FOLDER.
-        step: step of the checkpoint; None: the newest undamaged one.
-        best: take the checkpoint with the lowest held-out loss of those that are kept.
+        step: step of the checkpoint; None means the newest undamaged one.
+        best: take the kept checkpoint with the lowest held-out loss.
         ema: take the moving average of the weights that optimizer.ema keeps.
-        imports: files (my_mechanism.py) or modules to run first. They define the
+        imports: files (my_mechanism.py) or modules to run first, which define the
             mechanism of the model. "stored" runs the source that the checkpoint
-            stores, "show" prints it.
+            stores; "show" prints it.
     Raises:
         ValueError: there is no such run or checkpoint, the checkpoint is damaged or has
             no moving average, or it needs code that was not given.

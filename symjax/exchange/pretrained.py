@@ -60,10 +60,10 @@ def save_pretrained(
 ) -> str:
     """Write a model as a folder: weights, configuration, tokenizer and a model card.
 
-    A softmax decoder is written as a Llama, with learned positions as a GPT-2, and a
-    differential decoder (V1) as a DiffLlama, if its shape allows it. transformers then
-    computes the same logits. Symmetric keys are written as separate key weights.
-    Weights are float32.
+    If transformers has a model that computes the same logits, the format is that of
+    transformers: a softmax decoder is written as a Llama, one with learned positions as
+    a GPT-2, and a differential decoder (V1) as a DiffLlama. Symmetric keys are written
+    as separate key weights. Weights are float32.
 
     A subword tokenizer is written as tokenizer.json, which AutoTokenizer of
     transformers reads. Byte and character tokenizers are described in symjax.json,
@@ -73,8 +73,9 @@ def save_pretrained(
         folder: created if it is missing; also gs://BUCKET/FOLDER. Weights, settings and
             tokenizer files that are already there are replaced or removed.
         results: the JSON of `eval.py --json`, whose numbers the card shows.
-        format: "transformers": refuse a model that transformers cannot load; "symjax":
-            write symjax's own format; "auto": the first if possible, else the second.
+        format: "transformers" refuses a model that transformers cannot load. "symjax"
+            writes symjax's own format. "auto" writes the format of transformers if
+            possible, and otherwise symjax's own.
         shard_size: largest number of bytes of tensors in one file. Larger models become
             several files and model.safetensors.index.json.
     Returns:
@@ -112,7 +113,7 @@ def save_pretrained(
     }
     texts = {OWN: _json(about), CARD: to_card(loaded, reason, numbers)}
     if isinstance(tokenizer := loaded.tokenizer, SubwordTokenizer):
-        trained = loaded.step > 0  # else the folder of another library was loaded
+        trained = loaded.step > 0  # 0: loaded from a folder of another library
         texts |= tokenizer.files(loaded.config.model.length, trained=trained)
     if settings and tokenizer is not None:
         known = loaded.delimiters
@@ -135,7 +136,7 @@ def save_pretrained(
 
 
 def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
-    """Remove the files of an earlier model in this folder that this model lacks."""
+    """Remove files of an earlier model in the folder, except those just written."""
     own = {SETTINGS, subwords.FILE, subwords.CONFIG_FILE, INDEX, TENSORS}
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in kept and (path.name in own or SHARD.fullmatch(path.name)):
@@ -155,8 +156,8 @@ def load_pretrained(
     ids only.
 
     Args:
-        bos: whether texts and prompts begin with the BOS token of the tokenizer; None:
-            as in training, or as the tokenizer of a transformers folder says.
+        bos: whether texts and prompts begin with the BOS token of the tokenizer. None
+            means as in training, or as the tokenizer of a transformers folder says.
         imports: as in `symjax.load`.
     Raises:
         ValueError: a file is missing or damaged; the tokenizer has more tokens than the
@@ -169,7 +170,7 @@ def load_pretrained(
         if about:
             options = options_of(here, about)
         language = about.get("language") or _language(here, found.options.vocabulary)
-        language = _begun(language, bos, here / subwords.FILE)
+        language = _with_bos(language, bos, here / subwords.FILE)
     options = dataclasses.replace(options, model=found.options)
     model = merged(found.options, found.params, found.constants)
     return Loaded(
@@ -186,8 +187,8 @@ def load_pretrained(
 def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
     """Return the description of the tokens in a tokenizer.json; {} without the file.
 
-    A document is assumed to begin with the BOS token, or without one with the token
-    that ends documents. EleutherAI's harness assumes the same.
+    A document is assumed to begin with the BOS token. If the tokenizer has none, it is
+    assumed to begin with the token that ends documents, as in EleutherAI's harness.
     """
     if not (folder / subwords.FILE).is_file():
         return {}
@@ -206,11 +207,14 @@ def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
     return {**tokenizer.describe(), **({} if begin is None else {START: begin})}
 
 
-def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, Any]:
-    """Return the language with the choice of `bos`: BOS token first, or not.
+def _with_bos(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, Any]:
+    """Return the description of the tokens, with the BOS token first or not.
 
+    Args:
+        bos: as in `load_pretrained`; None changes nothing.
+        path: the tokenizer.json.
     Raises:
-        ValueError: the tokenizer has no BOS token.
+        ValueError: `bos` is true, and there is no tokenizer.json or no BOS token.
     """
     tokenizer = tokenizer_of(language)
     if bos and not isinstance(tokenizer, SubwordTokenizer):
@@ -228,7 +232,7 @@ def _begun(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, 
 def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:
     """Return (settings, tensors, why transformers cannot load the folder).
 
-    The settings of symjax's own format are empty: symjax.json has them.
+    In symjax's own format the settings are empty, because symjax.json has them.
     """
     reason = "format='symjax' was asked for"
     if format != "symjax":

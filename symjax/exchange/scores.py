@@ -14,13 +14,13 @@ from symjax.models.decoder import Decoder
 from symjax.models.generate import bucket
 from symjax.training.loss import token_losses
 
-SHORTEST = 32  # shorter rows are padded to it, so that few shapes are compiled
+SHORTEST = 32  # shorter rows are padded to this length, so few shapes are compiled
 BATCH = 16  # largest number of rows in a batch
 TOKENS = 2**15  # largest number of tokens in a batch of several rows
 
 
 class Scores(NamedTuple):
-    """Scores of the tokens of a row after the first [T − 1].
+    """Scores [T − 1] of the tokens of a row after the first one.
 
     Attributes:
         losses: −log p of each token given the tokens before it, in nats.
@@ -34,9 +34,10 @@ class Scores(NamedTuple):
 def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
     """Return the scores of rows of token ids. Each row has at least two tokens.
 
-    Rows are padded on the right to a power of two; a causal model does not see the
-    padding. The number of rows is padded to a power of two, too. The logits of a batch
-    are never in memory as a whole (`training.loss.token_losses`).
+    Rows are padded on the right to a power of two, at most to the model's length if
+    positions are learned. A causal model does not see the padding. The number of rows
+    is padded to a power of two, too. The logits of a batch are never in memory as a
+    whole (`training.loss.token_losses`).
     """
     parts, found = nnx.split(model), {}
     for chosen, room in _batches(rows):
@@ -58,10 +59,10 @@ def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
 def text_losses(
     model: Decoder, texts: Sequence[np.ndarray], length: int
 ) -> list[np.ndarray]:
-    """Return −log p of the tokens of each text after the first [T − 1], in nats.
+    """Return −log p [T − 1] of the tokens of each text after the first, in nats.
 
     A text longer than `length` is read in windows of that length, like held-out text in
-    evaluation. A token is then predicted from its window alone.
+    evaluation. A token is then predicted only from the tokens before it in its window.
     """
     starts = [range(0, len(ids) - 1, length) for ids in texts]
     pairs = zip(texts, starts, strict=True)

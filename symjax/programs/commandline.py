@@ -1,4 +1,4 @@
-"""Command line of train.py: words → `Command`, with the configuration of the run.
+"""Command line of train.py: `parse` makes a `Command` of its words.
 
 `parse` runs the configuration file (`load_config`), changes the keys that
 --config.KEY=VALUE names, and validates the result. Every error is a ValueError of one
@@ -42,25 +42,25 @@ symjax-train, the same from any directory
                            for instance optimizer.learning_rate,batch_size; "imports"
                            lets the source of --import differ
   --verify                 first compare all of the run's data with its hashes
-  --pack                   pack the run's data into data.cache, where training finds
-                           it, and exit; needs no accelerator
+  --pack                   pack the run's data into the folder data.cache and exit;
+                           needs no accelerator. Training then reads the packed data
   --dry_run                print the model, its cost and its memory without training
-  --target MACHINE         with --dry_run: compile for v5e-N, v5p-N, v6e-N (TPUs) or
-                           h200-N by the compiler of that machine, which need not be
-                           present
+  --target MACHINE         with --dry_run: compile for another machine, v5e-N, v5p-N,
+                           v6e-N (TPUs) or h200-N, with its compiler; the machine is
+                           not needed
   --coordinator HOST:PORT --processes N --process I
-                           this is process I of N, and process 0 is on HOST; torchrun,
-                           Slurm, Open MPI and TPU pods set these values themselves
+                           this is process I of N, and process 0 is on HOST; not needed
+                           with torchrun, Slurm, Open MPI and TPU pods
   --wait SECONDS           how long to wait for the other processes to start (300)
   --heartbeat SECONDS      silence after which a process counts as dead, and jax ends
                            the others (20)
-  --help [GROUP]           this text, with the values that --config gives; or the
-                           keys of one group alone, for instance --help model
+  --help [GROUP]           this text, with the values that --config gives; or only
+                           the keys of one group, for instance --help model
 
 The first signal (Ctrl-C, SIGTERM) saves a checkpoint, a second one exits at once. With
 several processes SIGTERM saves, and Ctrl-C exits at once. Exit codes: 0 complete, 2 bad
-input, 1 a loss that is not finite or a machine that failed, 130 and 143 interrupted,
-134 ended by jax because another process was lost or did not start.
+input, 1 a loss that is not finite, out of memory or another process failed, 130 and 143
+interrupted, 134 ended by jax because another process died or did not start.
 """
 OPTIONS = "model.attention.options."  # prefix of the keys that mechanisms declare
 BOOLEANS = {
@@ -80,7 +80,7 @@ class Command(NamedTuple):
     Attributes:
         help: the group of keys whose help is wanted, "" for all; None without --help.
         target: the machine that a dry run compiles for.
-        verify: compare the data with its hashes first.
+        verify: first compare the data with its hashes.
         allow: keys that may differ from those of the checkpoint.
         pack: pack the data and exit.
     """
@@ -147,8 +147,8 @@ def _command(
 ) -> Command:
     """Return the command of the flags and of the words --config.KEY=VALUE.
 
-    Keys of mechanisms (`OPTIONS`) come last: the configuration must be known before it
-    is known which options its mechanisms declare.
+    Options that mechanisms declare (`OPTIONS`) are set last, because the mechanisms
+    depend on the other keys.
 
     Args:
         rest: the words that are no flags.
@@ -203,8 +203,8 @@ def _command(
 def _run_stored_imports(workdir: str | epath.Path, words: list[str]) -> None:
     """Run or print the source that a run stores, if --import stored or show is given.
 
-    This comes before the configuration is checked, which may use names that the source
-    adds to the tables.
+    Call it before the configuration is checked, since the configuration may use names
+    that the source adds to the tables.
 
     Args:
         words: the values of --import.
@@ -216,10 +216,10 @@ def _run_stored_imports(workdir: str | epath.Path, words: list[str]) -> None:
 
 
 def parse_launch(words: list[str]) -> launch.Launch | None:
-    """Return which of several processes this is; None if it runs alone.
+    """Return the position of this process among several; None if it runs alone.
 
-    The flags decide, or the environment that a launcher sets. A dry run, packing and
-    the help always run alone.
+    It comes from the flags, or from the environment variables of a launcher. A dry run,
+    packing and the help always run alone.
 
     Raises:
         ValueError: the flags or variables contradict each other.

@@ -11,12 +11,13 @@ python -m symjax.programs.compare --configs configs/gpt.py:tiny,configs/diff.py:
 python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 
 --configs trains one run for each configuration and seed, as a workdir of train.py below
---out. --vary makes a configuration of each value, and of each pair of values if it is
-given twice. Complete runs are not trained again, so the same command continues after an
-interruption. All configurations of a seed are trained before those of the next seed,
-and each run is measured and printed when it is complete. At the end compare.md,
-compare.csv, compare.json, differences.csv, tasks.csv, lambda.csv and two PNG figures
-are written to --out.
+--out. --vary makes a configuration of each value of a key. If it is given twice, it
+makes one of each pair of values. Complete runs are not trained again, so the same
+command continues after an interruption. All configurations of a seed are trained before
+those of the next seed, and each run is measured and printed when it is complete. At the
+end compare.md, compare.csv, compare.json and a PNG figure are written to --out, and
+with several configurations differences.csv and its figure, with --tasks tasks.csv, with
+differential attention lambda.csv.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
 only in their seed make one row.
@@ -29,7 +30,7 @@ columns, as means and standard deviations over seeds; all tables, figures and nu
 a run are in the folder tasks/ of --out.
 
 --match gives every configuration the baseline's parameters, or its FLOPs per token,
-within 2 %. It changes model.feedforward alone.
+within 2 %. It changes only model.feedforward.
 
 --tune trains every value of a key with the first seed of each configuration. The value
 with the least loss on a quarter of the held-out rows is used with all seeds. All
@@ -108,7 +109,7 @@ def _parser() -> Parser:
     add(
         "--tasks", help="tasks of eval.py, separated by commas, or all; none by default"
     )
-    add("--baseline", help="the configuration of the differences; the first by default")
+    add("--baseline", help="differences are from this one; the first by default")
     add("--match", choices=MEASURES, help="equal size or cost, by model.feedforward")
     add(
         "--tune",
@@ -196,9 +197,9 @@ def measure(
     count: int,
     chosen: argparse.Namespace,
 ) -> None:
-    """Measure a run, append it to those of its configuration and print their loss.
+    """Measure a run, append it to `evaluated`, and print its configuration's mean loss.
 
-    Its tasks are written below --out.
+    The results of --tasks are written to a folder in --out.
 
     Args:
         count: number of runs of the configuration.
@@ -235,7 +236,7 @@ def write(
 
 
 def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
-    """Refuse flags on what to train beside --workdirs. Raises: ValueError."""
+    """Refuse flags of training together with --workdirs. Raises: ValueError."""
     flags = {
         "--vary": chosen.vary,
         "--seeds": chosen.seeds,
@@ -245,13 +246,13 @@ def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
     given = [name for name, value in flags.items() if value]
     if given or rest:
         raise ValueError(
-            f"{(given + rest)[0]} is for runs to train: --workdirs compares those that "
+            f"{(given + rest)[0]} is for runs to train: --workdirs compares runs that "
             "exist"
         )
 
 
 def check_matched_keys(chosen: argparse.Namespace) -> None:
-    """Refuse other values of the key that --match sets. Raises: ValueError."""
+    """Refuse --vary and --tune of the key that --match sets. Raises: ValueError."""
     given = [x.partition("=")[0] for x in (*chosen.vary, *chosen.tune)]
     if chosen.match and KEY in given:
         raise ValueError(f"--match sets {KEY}: leave it out of --vary and --tune")

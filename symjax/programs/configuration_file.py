@@ -60,7 +60,10 @@ def _importable_configs(path: Path) -> Iterator[None]:
 
 
 def choices_in(folder: Path) -> str:
-    """Return "choose from …" with the configurations of a folder, or of configs/."""
+    """Return "choose from …" with the configuration files of a folder.
+
+    If the folder has none, they are those of configs/.
+    """
     for directory in (folder, Path("configs")):
         paths = [path for path in directory.glob("*.py") if path.stem != "base"]
         configs = [str(p) for p in paths if b"get_config" in p.read_bytes()]

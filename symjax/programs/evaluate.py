@@ -1,7 +1,7 @@
 """The program of eval.py, and of symjax-eval from any directory.
 
-`evaluate` loads a checkpoint and runs the tasks of symjax/evaluation/tasks.py, where
-`TASKS` names the function that measures each of them.
+`evaluate` loads a checkpoint and runs tasks. `TASKS` in symjax/evaluation/tasks.py has
+the function of each task.
 """
 
 import argparse
@@ -27,7 +27,7 @@ NOTE = (
     "Losses are in nats per token, answer or label. The JSON of a checkpoint is the "
     "same bytes each time."
 )
-LONGEST = 2**20  # tokens of a row of --lengths
+LONGEST = 2**20  # largest value of --lengths
 
 
 def command() -> NoReturn:
@@ -96,7 +96,12 @@ def _parser() -> Parser:
     add("--json", help="also write the numbers to this file")
     add("--out", help="also write tables (CSV) and figures (PNG) into this folder")
     add("--report", help="also write all results into this HTML page")
-    add("--batches", type=int, help="held-out batches to measure; all by default")
+    add(
+        "--batches",
+        type=int,
+        help="the most held-out batches to measure; by default all for the task loss, "
+        "and a few for others",
+    )
     add("--text", type=Path, help="evaluate this file instead of the held-out text")
     add(
         "--window",
@@ -108,7 +113,7 @@ def _parser() -> Parser:
     add("--prompt", help="text to continue; held-out text by default")
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
-    add("--seed", type=int, default=0, help="seed of the sample (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of random numbers (%(default)s)")
     add(
         "--rope_scaling",
         default="",
@@ -119,7 +124,7 @@ def _parser() -> Parser:
         "--lengths",
         default="",
         help="for the task speed: tokens of a row, such as 512,2048,8192,16384; "
-        "128 to 2048 by default",
+        "128,256,512,1024,2048 by default",
     )
     return parser
 
@@ -149,7 +154,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     """Return the lengths, each once, in ascending order.
 
     Raises:
-        ValueError: one is no number from 1 to 2²⁰.
+        ValueError: a length is not a number from 1 to 2²⁰.
     """
     words = list(filter(None, map(str.strip, text.split(","))))
     for word in words:
@@ -159,7 +164,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def evaluate(chosen: argparse.Namespace) -> None:
-    """Load a checkpoint, measure and print one task after another, and write files."""
+    """Load a checkpoint, run and print one task after another, and write the files."""
     for flag in ("json", "report"):
         if (path := getattr(chosen, flag)) is not None:
             report.check_file(path, f"--{flag}")
@@ -179,7 +184,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
         with announce_if_slow(f"{name}: compiling and measuring"):
             results[name] = tasks.measure(name, run, options)
         text, one_line_before = report.to_text(results[name]), one_line
-        one_line = "\n" not in text  # tasks that do not apply, without empty lines
+        one_line = "\n" not in text  # no empty line between tasks that do not apply
         print(text if one_line and one_line_before else f"\n{text}", flush=True)
         if chosen.json is not None:  # after each task, in case a later one fails
             text = report.to_json(about, results)

@@ -66,13 +66,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="a checkpoint; the newest by default")
     which.add_argument(
-        "--best", action="store_true", help="the kept one with the least held-out loss"
+        "--best",
+        action="store_true",
+        help="the kept checkpoint with the least held-out loss",
     )
     add("--ema", action="store_true", help="the averaged weights of optimizer.ema")
     add_imports(parser)
-    add("--tasks", required=True, help="names joined by commas")
-    add("--include", type=Path, help="a folder of tasks of your own (YAML)")
-    add("--limit", type=int, help="examples of a task; all by default")
+    add("--tasks", required=True, help="names, separated by commas")
+    add("--include", type=Path, help="a folder of your own tasks (YAML)")
+    add("--limit", type=int, help="the most examples of a task; all by default")
     add("--shots", type=int, help="examples in each prompt; by default the task's own")
     add("--json", help="also write the numbers to this file")
     chosen = parser.parse_args(words)
@@ -81,7 +83,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         chosen.json = resolve_url(chosen.json)
     chosen.names = [x for x in map(str.strip, chosen.tasks.split(",")) if x]
     if not chosen.names:
-        raise ValueError(f"--tasks {chosen.tasks!r} names none")
+        raise ValueError(f"--tasks {chosen.tasks!r} names no task")
     for name, least in (("limit", 1), ("shots", 0)):
         if (value := getattr(chosen, name)) is not None and value < least:
             raise ValueError(f"--{name} must be at least {least}, got {value}")
@@ -115,9 +117,9 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tasks(names: list[str], include: Path | None) -> Any:
-    """Return lm_eval's manager of the tasks in a folder.
+    """Return lm_eval's manager of the tasks in the folder `include`.
 
-    It also indexes the tasks of lm_eval if the folder has not all of the names.
+    If the folder lacks one of the names, the manager also has the tasks of lm_eval.
 
     Raises:
         ValueError: a name is unknown.

@@ -20,7 +20,7 @@ def command() -> NoReturn:
 
 
 def main(words: list[str]) -> None:
-    """Connect the processes of the run, run the code of --import, then the command."""
+    """Connect the processes, run the code of --import, and then the command."""
     place = commandline.parse_launch(words)
     launch.join(place)
     processes.all_succeed(lambda: launch.check_count(place))

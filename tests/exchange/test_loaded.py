@@ -98,7 +98,7 @@ def test_the_mean_of_the_weights_is_used_and_exported(whole, tmp_path, capsys):
         symjax.save_pretrained(loaded, folder, results=results[loaded.ema])
         card = (folder / "README.md").read_text()
         assert "| held-out loss | " in card
-        assert ("| their mean, optimizer.ema=0.25 |" in card) == loaded.ema
+        assert ("| moving average, optimizer.ema=0.25 |" in card) == loaded.ema
         found = symjax.load_pretrained(folder)
         assert found.ema == loaded.ema
         np.testing.assert_allclose(found.logits(rows), loaded.logits(rows), atol=1e-6)

@@ -169,7 +169,7 @@ def test_joined_and_separate_documents_are_not_compared():
     ("more", "said"),
     [
         ([], f"no workdir '{Path('none').absolute()}': train.py makes one"),
-        (["--seeds", "0"], "--seeds is for runs to train: --workdirs compares those"),
+        (["--seeds", "0"], "--seeds is for runs to train: --workdirs compares runs"),
         (["--vary", "steps=1"], "--vary is for runs to train"),
         (["--match", "flops"], "--match is for runs to train"),
         (["--tune", "steps=1"], "--tune is for runs to train"),
@@ -436,7 +436,7 @@ def test_the_output_says_what_was_matched_and_tuned():
     said = "\n".join(found.text)
     assert "b: model.feedforward 128 → 136, 1,010 parameters, +1.00% of the" in said
     assert "tuned: a: rate=2 (the largest tried); losses: rate=1 3.0000" in said
-    assert "on all 3 held-out batches of the rows that judge" in found.text[0]
+    assert "on all 3 held-out batches of the rows not used to tune" in found.text[0]
     assert found.tables[0].columns[-1] == "tuned"
     assert [row[-1] for row in found.tables[0].rows] == ["rate=2", "rate=2"]
     assert found.values["compare"]["matched"][0]["feedforward"] == 136

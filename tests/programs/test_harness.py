@@ -349,7 +349,7 @@ def test_contexts_begin_with_bos_where_all_documents_did():
     ("words", "said"),
     [
         (["--tasks", "wibble"], "--tasks 'wibble' is unknown to lm_eval"),
-        (["--tasks", ","], "names none"),
+        (["--tasks", ","], "names no task"),
         (["--tasks", "crows", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["--tasks", "crows", "--shots", "-1"], "--shots must be at least 0, got -1"),
         (["--tasks", "crows", "--step", "3"], "no checkpoint 3 in"),

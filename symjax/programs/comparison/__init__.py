@@ -3,8 +3,8 @@
 runs.py       the runs: planned from configurations, or existing ones in groups
 matched.py    --match: the feed-forward size that gives equal parameters or FLOPs
 tuned.py      --tune: the best value of each configuration, and the held-out rows
-              that choose it
-measured.py   the measurements of one run, and of its evaluation tasks
+              on which it is chosen
+measured.py   the measurements of one run, and those of evaluation tasks
 paired.py     differences paired by seed, with their interval
 tables.py     tables, figure and JSON of all runs
 """

@@ -1,11 +1,11 @@
 """The feed-forward size that gives a configuration the baseline's size or cost.
 
---match parameters counts the trained weights, --match flops the operations of a forward
-pass per token by formula (`models.cost`). Both grow linearly with model.feedforward,
-the number of hidden features of the feed-forward, so two models give the line and the
-size follows. Only this key changes: the heads, their sizes, the width and the depth
-remain those of the configuration, and with them all that attention computes. A change
-of the width would also change the size of heads.
+--match parameters counts the trained weights. --match flops counts the operations of a
+forward pass per token by formula (`models.cost`). Both grow linearly with
+model.feedforward, the number of hidden features of the feed-forward. So the amounts of
+two sizes give a line, on which the wanted size is found. No other key changes, so
+attention stays as the configuration has it. A change of the width would also change the
+size of heads.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ MEASURES = ("parameters", "flops")
 UNITS = {"parameters": "parameters", "flops": "FLOPs per token"}
 # Multiples to try, the largest first: accelerators are slower at other sizes.
 STEPS = (128, 64, 32, 16, 8, 4, 2)
-NEAR = 0.01  # relative distance from the baseline that a multiple may have
-FAR = 0.02  # no size comes so near to the baseline: the comparison is refused
+NEAR = 0.01  # largest relative difference from the baseline for a multiple of `STEPS`
+FAR = 0.02  # if the difference of every size is larger, the comparison is refused
 
 
 class Match(NamedTuple):
     """Feed-forward size of a configuration, and how close it comes to the baseline.
 
     Attributes:
-        before: the size that the configuration has itself.
-        feedforward: the size that it gets.
-        amount: parameters or FLOPs per token with this size.
-        wanted: those of the baseline.
+        before: the feed-forward size in the configuration.
+        feedforward: the matched size, which replaces it.
+        amount: parameters or FLOPs per token with the matched size.
+        wanted: parameters or FLOPs per token of the baseline.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Match(NamedTuple):
 def match_plan(plan: Plan, baseline: str, measure: str) -> tuple[Plan, list[Match]]:
     """Return the plan with matched feed-forward sizes, and a match per configuration.
 
-    The configurations of a plan differ in nothing else. Data are opened, because the
-    number of parameters depends on the vocabulary. Values of --tune are matched each,
-    and the match of the first is returned.
+    Nothing else of the plan changes. Data are opened, because the number of parameters
+    depends on the vocabulary. With --tune, every value is matched, and the match of the
+    first value is returned.
 
     Args:
-        baseline: the configuration that stays as it is.
+        baseline: name of the configuration that does not change.
         measure: "parameters" or "flops".
     Raises:
         ValueError: a configuration has no feed-forward, or no size is close enough.
@@ -94,10 +94,11 @@ def match_plan(plan: Plan, baseline: str, measure: str) -> tuple[Plan, list[Matc
 def match_model(name: str, model: config.Model, measure: str, wanted: float) -> Match:
     """Return the feed-forward size that comes close to `wanted`.
 
-    It is the largest multiple of 128, 64, … 2 within 1 %, or else the closest size.
+    Multiples of 128 are tried first, then multiples of 64, … 2. The first that is
+    within 1 % is returned, or else the closest size.
 
     Args:
-        model: with the vocabulary of the data.
+        model: the configuration of the model, with the vocabulary of its data.
     Raises:
         ValueError: the blocks have no feed-forward, or the closest size is more than
             2 % away.
@@ -133,7 +134,7 @@ def amount_of(model: config.Model, measure: str) -> float:
 
 
 def _with_feedforward(options: config.Config, size: int) -> config.Config:
-    """Return the configuration with so many hidden features of the feed-forward."""
+    """Return the configuration with `size` hidden features of the feed-forward."""
     model = dataclasses.replace(options.model, feedforward=size)
     return dataclasses.replace(options, model=model)
 

@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
             are kept apart.
         batches: number of held-out batches that were evaluated.
         all_batches: number of held-out batches in all.
-        unit: what losses in nats are per: token, byte, label, ….
+        unit: the unit of losses is nats per this: token, byte, label, ….
         from_checkpoints: whether the curve was measured on the kept checkpoints,
             because training evaluated on other batches.
         headlines: headline numbers of the evaluation tasks, by label.
@@ -56,7 +56,11 @@ class Evaluated(NamedTuple):
     remarks: tuple[str, ...] = ()
 
     def measures(self, loss: str) -> Headlines:
-        """Return the numbers that are compared by seed; `loss` names the first."""
+        """Return the numbers that are compared by seed.
+
+        Args:
+            loss: label of the held-out loss, the first of them.
+        """
         heldout = self.losses["heldout"]
         accuracy = {x: heldout[x] for x in ("accuracy",) if x in heldout}
         return {loss: heldout["loss"], **accuracy, **self.headlines}
@@ -70,12 +74,13 @@ def evaluate(
     *,
     part: bool = False,
 ) -> Evaluated:
-    """Measure the newest checkpoint of a run on so many held-out batches, or on all.
+    """Measure the newest checkpoint of a run.
 
     Args:
+        batches: number of held-out batches; None means all.
         names: evaluation tasks to run.
-        folder: of the tables, figures and JSON of these tasks, without the seed.
-        part: leave out the held-out rows that have chosen a value of --tune.
+        folder: tables, figures and JSON of these tasks are written to FOLDER-seedN.
+        part: leave out the held-out rows on which --tune chose a value.
     """
     run = load(workdir)
     if part:
@@ -118,7 +123,7 @@ def measure_tasks(
 
     Args:
         batches: as `eval.py --batches`.
-        folder: of the tables (CSV), the figures (PNG) and tasks.json.
+        folder: folder for the tables (CSV), the figures (PNG) and tasks.json.
     Returns:
         The headline numbers by label, and a line for each task that does not apply.
     """
@@ -144,11 +149,11 @@ def _skips_a_token(run: LoadedRun) -> bool:
 def curve_of_run(
     run: LoadedRun, rows: list[dict[str, Any]], batches: int
 ) -> dict[int, float]:
-    """Return step → held-out loss, from the evaluations of training on `batches`.
+    """Return step → held-out loss of the evaluations of training on `batches` batches.
 
     Args:
-        rows: of metrics.jsonl. In older runs they do not say their number of batches;
-            then it is that of the configuration.
+        rows: the rows of metrics.jsonl. Rows of older runs lack the number of batches,
+            which is then taken from the configuration.
     """
     shape = run.config.batch_size, run.config.model.length
     total = run.examples.heldout_count(shape)
@@ -163,7 +168,7 @@ def curve_of_run(
 
 
 def curve_of_checkpoints(run: LoadedRun, batches: int) -> dict[int, float]:
-    """Return step → held-out loss on `batches`, measured on the earlier checkpoints."""
+    """Return step → held-out loss of the earlier checkpoints on `batches` batches."""
     shape = run.config.batch_size, run.config.model.length
     curve = {}
     for earlier in history(run, print_warning):
@@ -204,5 +209,5 @@ def check_batches(runs: dict[str, list[Evaluated]]) -> None:
         raise ValueError(
             f"{first_name} is evaluated on {first[0]} of {first[1]} held-out batches, "
             f"{second_name} on {second[0]} of {second[1]}, since their batches have "
-            "other sizes: leave --batches out"
+            "different sizes: leave --batches out"
         )

@@ -1,13 +1,14 @@
 """Differences between two configurations, paired by seed, with their interval.
 
 Runs of one seed share the order of their training data, so part of the noise of a seed
-cancels in the difference of two runs. With differences d_i of n seeds, mean d̄ and
-standard deviation s (n − 1), the interval of 95 % is
+cancels in the difference of two runs. Let d̄ be the mean of the differences of n seeds,
+and s their standard deviation (with divisor n − 1). The 95 % interval is
 
-    d̄ ± t s / √n,    t the 97.5 % quantile of Student's distribution, n − 1 degrees
+    d̄ ± t s / √n
 
-It assumes that the differences are normal. If it excludes 0, the seeds alone explain
-the difference in at most 5 % of such comparisons.
+where t is the 97.5 % quantile of Student's distribution with n − 1 degrees of freedom.
+The differences are assumed to be normal. If their true mean is 0, the interval excludes
+0 in 5 % of such comparisons.
 
 Source: Student 1908, "The probable error of a mean", Biometrika 6(1).
 """
@@ -27,7 +28,7 @@ class Difference(NamedTuple):
 
     Attributes:
         low, high: ends of the interval; None with fewer than two seeds.
-        by_seed: the differences.
+        by_seed: the difference of each seed.
     """
 
     mean: float

@@ -24,7 +24,7 @@ from symjax.training import loop
 from symjax.training.preflight import saved_meta, saved_options
 
 Workdir = Path | epath.Path
-# Configuration → value of the tuned keys, "" if there are none → a command per seed.
+# Name of a configuration → values of the tuned keys, or "" → a command for each seed.
 Plan = dict[str, dict[str, list[Command]]]
 
 
@@ -54,9 +54,10 @@ def plan_runs(chosen: argparse.Namespace, rest: list[str]) -> Plan:
 
 
 def agree_on_batches(chosen: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the words that make runs evaluate on the batches of the final table.
+    """Return the words that make training evaluate on the batches of the final table.
 
-    If only --config.evaluate.batches is given, `chosen.batches` is set to its value.
+    If --config.evaluate.batches is given without --batches, `chosen.batches` is set to
+    its value.
     """
     flag = "--config.evaluate.batches"
     parser = Parser(add_help=False, allow_abbrev=False)
@@ -133,7 +134,7 @@ def split_list(flag: str, text: str, kind: Callable) -> list[Any]:
 
 
 def check_words(rest: list[str], varied: list[str]) -> None:
-    """Refuse keys that other flags set, and flags that only train.py has.
+    """Refuse keys that other flags set, and flags that this program does not have.
 
     Args:
         rest: the words that are not flags of this program.
@@ -165,12 +166,14 @@ def parse_runs(
     """Return the commands of all runs.
 
     Args:
-        varied: for each key of --vary its words KEY=VALUE. Every combination of one
+        varied: the words KEY=VALUE of each key of --vary. Every combination of one
             word per key makes a configuration.
-        tuned: the same for the keys of --tune, which each configuration chooses from.
+        tuned: the words of each key of --tune. Every combination of them is trained
+            with the first seed.
         rest: words for every run.
     Raises:
-        ValueError: train.py would refuse a run, or two configurations have one name.
+        ValueError: train.py would refuse a run, or two configurations have the same
+            name.
     """
     plan: Plan = {}
     for file, *values in itertools.product(files, *varied):
@@ -178,7 +181,7 @@ def parse_runs(
         parts = [Path(path).stem, *filter(None, [preset]), *map(_short, values)]
         name = "-".join(parts)
         if name in plan:
-            raise ValueError(f"{name} is there twice")
+            raise ValueError(f"two configurations have the same name {name}")
         plan[name] = {}
         for choice in itertools.product(*tuned):
             label = ", ".join(map(_short, choice))
@@ -200,10 +203,10 @@ def check_equal(
     """Refuse runs that train on different data or on different numbers of tokens.
 
     Args:
-        part: the runs are evaluated on some of the held-out batches, so that they must
-            also agree in the size of a batch.
-        tuned: the held-out rows are divided (`tuned.split`), so that the rows must have
-            the same length.
+        part: whether only some of the held-out batches are evaluated. Then the runs
+            must also have the same batch size.
+        tuned: whether the held-out rows are divided (`tuned.split`). Then the rows of
+            all runs must have the same length.
     Raises:
         ValueError: naming two configurations and their difference.
     """
@@ -212,7 +215,7 @@ def check_equal(
         tokens = chosen.steps * chosen.batch_size * chosen.model.length
         values = {"data": chosen.data, "steps · batch_size · model.length": tokens}
         if part:
-            values["batch_size, which --batches counts,"] = chosen.batch_size
+            values["batch_size, the unit of --batches,"] = chosen.batch_size
         if tuned:
             values["model.length, by which --tune divides the held-out rows,"] = (
                 chosen.model.length
@@ -233,8 +236,8 @@ def check_run(command: Command) -> None:
     """Refuse a workdir that holds another run.
 
     Raises:
-        ValueError: its run has another configuration, or another number of steps, on
-            which the learning rate schedule depends.
+        ValueError: its run has another configuration, or another number of steps. The
+            learning rate schedule depends on that number.
     """
     meta = saved_meta(command.config, command.workdir)
     if meta is None:
@@ -280,7 +283,7 @@ def _name(workdir: Workdir, taken: Collection[str]) -> str:
 
 
 def _targets(meta: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what defines the targets of a loss: data, tokens, next token or not."""
+    """Return what determines the targets of a loss: data, tokenizer, kind of model."""
     language = (meta.get("examples") or {}).get("language")
     model = meta["config"]["model"]
     return meta["data"]["sha256"], language, model["kind"] == "encoder"

@@ -12,7 +12,7 @@ from symjax.programs.comparison.measured import Evaluated
 from symjax.programs.comparison.paired import CONFIDENCE, Difference, paired_difference
 from symjax.programs.comparison.tuned import PARTS, Choice
 
-DIVISOR = "by n − 1"  # of standard deviations, for texts
+DIVISOR = "by n − 1"  # the divisor of standard deviations, in words
 PERCENT = f"{100 * CONFIDENCE:.0f} %"
 INTERVAL = f"{PERCENT} interval of Student's t"
 
@@ -36,8 +36,8 @@ class Fairness(NamedTuple):
         lines += [f"tuned: {choice}" for choice in self.choices]
         if self.choices:
             lines.append(
-                f"tuned values have the least loss on one held-out row in {PARTS}, "
-                "first seed; all other numbers are measured on the others, which judge"
+                f"tuned values have the least loss on 1/{PARTS} of the held-out rows, "
+                "first seed; all other numbers are measured on the other rows"
             )
         return lines
 
@@ -47,7 +47,7 @@ def compare(runs: dict[str, list[Evaluated]], fairness: Fairness) -> Result:
     rows, lambdas, curves, bands = [], [], {}, {}
     all_runs = list(itertools.chain(*runs.values()))
     unit, where = f"nats/{all_runs[0].unit}", _batches_text(all_runs)
-    where += " of the rows that judge" if fairness.choices else ""
+    where += " of the rows not used to tune" if fairness.choices else ""
     tuned = {choice.name: choice.value for choice in fairness.choices}
     for name, seeds in runs.items():
         rows.append(_row(name, seeds, unit))
@@ -108,7 +108,7 @@ def _lines(
     """Return lines that say how the numbers were measured."""
     lines = [
         f"held-out losses on {where}, table and figure alike: means over seeds",
-        f"std: the standard deviation over seeds, {DIVISOR}; - of one seed",
+        f"std: the standard deviation over seeds, {DIVISOR}; - for a single seed",
         f"train mode, eval mode: {unit} of training text with and without dropout",
     ]
     if len(runs) > 1:
@@ -133,7 +133,7 @@ def _lines(
 def _differences(
     runs: dict[str, list[Evaluated]], baseline: str, loss: str
 ) -> Iterator[tuple[str, str, Difference]]:
-    """Yield configuration, measure and difference of all measures but the baseline's.
+    """Yield (configuration, measure, difference) of every other configuration.
 
     A measure that the configuration or the baseline does not have is left out.
     """
@@ -175,7 +175,8 @@ def _difference_figure(differences: dict[str, Difference], label: str) -> Dots:
 def _task_records(runs: dict[str, list[Evaluated]]) -> list[dict[str, Any]]:
     """Return the mean and standard deviation of every headline number of the tasks.
 
-    A number that a run does not have is None. [] if no run has one.
+    They are None if a run of the configuration lacks the number. The list is empty if
+    no run has headline numbers.
     """
     labels = _labels(run.headlines for seeds in runs.values() for run in seeds)
     records = []
@@ -194,7 +195,7 @@ def _task_records(runs: dict[str, list[Evaluated]]) -> list[dict[str, Any]]:
 
 
 def _task_table(records: list[dict[str, Any]]) -> Table:
-    """Return the table of the records: means, and after ± standard deviations."""
+    """Return a table of the records, with columns for means and standard deviations."""
     name, *labels = records[0]
     columns = [name, *(x for label in labels for x in (label, f"± {label}"))]
     rows: list[list[Cell]] = [
@@ -205,7 +206,7 @@ def _task_table(records: list[dict[str, Any]]) -> Table:
 
 
 def _labels(numbers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the keys of several dicts, each once, in their order."""
+    """Return the keys of several dicts, each once, in the order of their appearance."""
     return list(dict.fromkeys(itertools.chain(*numbers)))
 
 
@@ -257,7 +258,7 @@ def _curve(seeds: list[Evaluated]) -> tuple[Curve, Band | None]:
 def _batches_text(runs: list[Evaluated]) -> str:
     """Return in words the held-out batches that all runs were evaluated on."""
     counts = {(run.batches, run.all_batches) for run in runs}
-    if len(counts) > 1:  # batches of several sizes: all of them cover the same text
+    if len(counts) > 1:  # batch sizes differ, but all batches cover the same text
         return "all held-out batches"
     [(count, total)] = counts
     return f"{'all' if count == total else f'{count} of'} {total} held-out batches"

@@ -1,8 +1,9 @@
-"""The best value of the keys of --tune, chosen on rows that judge no configuration.
+"""The best value of the keys of --tune, chosen on held-out rows of its own.
 
-`split` divides the held-out rows: a quarter chooses the values, and all numbers of the
-comparison are measured on the others. A configuration trains each value once, with the
-first seed, and keeps the value with the least loss on the choosing rows.
+`split` divides the held-out rows. Values are chosen on a quarter of them, the choosing
+rows. All numbers of the comparison are measured on the others, the judging rows. Each
+value is trained once, with the first seed. A configuration then uses the value with the
+least loss on the choosing rows.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ from symjax.programs.commandline import Command
 from symjax.programs.comparison.runs import Plan, train_missing
 from symjax.training.step import means
 
-PARTS = 4  # one part of the held-out rows in so many chooses
-ENDLESS = 2**30  # number of the first choosing row of a generated task
+PARTS = 4  # choosing rows are 1/PARTS of the held-out rows
+FIRST_CHOOSING = 2**30  # number of the first choosing row of a generated task
 
 Place = Callable[[np.ndarray], np.ndarray]  # row numbers of a part → of all rows
 
@@ -49,7 +50,7 @@ class Choice(NamedTuple):
         return f"{self.name}: {self.value}{self._at_the_end()}; losses: {tried}"
 
     def _at_the_end(self) -> str:
-        """Return a remark if the value is the least or largest of the numbers tried."""
+        """Return a remark if the chosen value is the least or the largest tried."""
         try:
             tried = {x: float(x.partition("=")[2]) for x in self.losses}
         except ValueError:  # several keys, or a value that is no number
@@ -67,7 +68,7 @@ def tune(
     """Train every value with the first seed, and return the runs of the best values.
 
     Args:
-        batches: number of held-out batches that choose; None for all of their part.
+        batches: number of batches of choosing rows; None means all.
         tell: called with a line for each configuration.
     Raises:
         ValueError: a configuration diverges with every value.
@@ -98,12 +99,12 @@ def _choosing_loss(command: Command, batches: int | None) -> float:
 
 
 def split(examples: Examples, length: int) -> Split:
-    """Divide held-out rows into a part that chooses and one that judges.
+    """Divide held-out rows into choosing rows and judging rows.
 
-    The last quarter of a text chooses. The last row may be short, and windows longer
-    than `length` are cut from the judging part alone. Of labelled examples each fourth
-    row chooses, since neighbours may have one label. Generated tasks have any number of
-    rows; their choosing rows begin far behind those that judge.
+    The last quarter of a text is for choosing. Its last row may be short. Windows
+    longer than `length` are cut from the judging part. Of labelled examples every
+    fourth row is for choosing, since neighbours may have the same label. Generated
+    tasks have any number of rows, and their choosing rows begin at 2³⁰.
 
     Args:
         length: tokens of a row of training.
@@ -112,7 +113,9 @@ def split(examples: Examples, length: int) -> Split:
     """
     rows = examples.heldout_rows
     if rows is None:
-        return Split(_part(examples, lambda numbers: numbers + ENDLESS), examples)
+        return Split(
+            _part(examples, lambda numbers: numbers + FIRST_CHOOSING), examples
+        )
     total = rows(length)
     if total < 2:
         raise ValueError(f"--tune divides held-out rows: {total} row is not enough")
@@ -147,8 +150,8 @@ def _part(
     """Return examples whose held-out rows are a part of those of `examples`.
 
     Args:
-        place: the number of each row among all rows.
-        count: the number of rows by their length; None if there is no end.
+        place: maps the number of a row in the part to its number among all rows.
+        count: returns the number of rows of a given length; None if there is no end.
     """
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[Any, ...]:

@@ -1,10 +1,9 @@
 """Attention mechanisms as pure functions of arrays.
 
 The mechanisms are in the files of this folder. Score mechanisms compute the score of
-each pair of tokens, in `scores/`; recurrences read a state of the past, in
-`recurrent/`.
-`kernels/` has kernels for TPUs and GPUs, and `core/` what all of these share.
-`mechanisms.py` has the table of mechanisms.
+each pair of tokens; `scores/` has their engine. Recurrences read a state of the past;
+`recurrent/` has their engine. `kernels/` has kernels for TPUs and GPUs, and `core/` has
+the code that all of these share. `mechanisms.py` has the table of mechanisms.
 
 Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query length,
 S key length, N heads, K key/value heads, H head size, V value size, M features.

@@ -7,16 +7,16 @@
             out.append((vectors * f(values)) @ (vectors.T @ v[:t]))
         return np.stack([x[-1] for x in out])
 
-The lower triangle of f(c QQᵀ) would be another thing: the powers of A connect two
-tokens through a later one. With M_t = Σ_{s≤t} q_s q_sᵀ, S_t = Σ_{s≤t} q_s v_sᵀ and
-g(μ) = (f(μ) − f(0))/μ,
+The lower triangle of f(A), with A = c QQᵀ, is a different function and not causal: the
+powers of A connect two tokens through a later one. With M_t = Σ_{s≤t} q_s q_sᵀ,
+S_t = Σ_{s≤t} q_s v_sᵀ and g(μ) = (f(μ) − f(0))/μ,
 
     out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
 
-so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is the
-error of a ridge regression (`symjax.attention.mesa_layer`), and its state has W and F
-instead of M and S (`symjax.attention.recurrent.ridge`). The other functions are
-power series, and ones_plus is one pass (`symjax.attention.recurrent.power_series`).
+so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is
+computed by a ridge regression, as in `symjax.attention.mesa_layer`; its state has W and
+F instead of S and M (`symjax.attention.recurrent.ridge`). The other functions are in
+`symjax.attention.recurrent.power_series`.
 """
 
 from typing import Any, NamedTuple
@@ -58,33 +58,33 @@ def matrix_function_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Return the last row of `matrix_function` of each token and its past.
+    """Return, for each token, the last row of `matrix_function` of it and its past.
 
     out[t] is the last row of f(A_t) V_t, where A_t = scale · Q_t Q_tᵀ is the matrix of
-    the scores of tokens 0 … t. Functions, `alpha` and `normalise`, which divides the
-    last row of f(A_t), are those of `matrix_function`.
+    the scores of tokens 0 … t. Functions, `alpha` and `normalise` are those of
+    `matrix_function`; `normalise` divides the last row of f(A_t).
 
-    Time O(T (H (H + V) + chunk_size (H + V))) times the terms of the function: one for
-    resolvents and ones_plus, the degree of a polynomial, 64 for exp and expm1.
-    Resolvents also take O(T chunk_size²). Sums run in float32 at
-    least. The backward pass saves one state per chunk. A hidden token changes no other
-    row, and its own row is zero.
+    Time O(T (H (H + V) + chunk_size (H + V))) times the number of terms of the
+    function: one for resolvents and ones_plus, the degree of a polynomial, 64 for exp
+    and expm1. Resolvents also take O(T chunk_size²). Sums run in float32 at least. The
+    backward pass saves one state per chunk. A hidden token changes no other row, and
+    its own row is zero.
 
     The series of exp and expm1 converges for eigenvalues of A_t up to 30, in float64 up
     to 18. A row whose series does not converge is NaN. With α > 0 all rows are NaN from
     the chunk on in which α times an eigenvalue of A_t reaches 1.
 
-    A resolvent with α < 0 loses digits in float32 as `mesa_causal` does, whose ridge is
-    1 and whose keys are √(|α| scale) q. `matrix_function` has no such loss.
+    A resolvent with α < 0 loses digits in float32, as `mesa_causal` does with ridge 1
+    and keys √(|α| scale) q. `matrix_function` has no such loss.
 
     Args:
-        scale: c, above 0, the same for all tokens: 1 / (n √H) for texts of at most n
-            tokens keeps the eigenvalues below the largest |q|²/√H, as the default of
-            `matrix_function` does. A scale that falls with the tokens read so far would
-            change no earlier row either, but (I − αcM)⁻¹ in all directions.
+        scale: c, above 0, the same for all tokens. For texts of at most n tokens,
+            1 / (n √H) keeps the eigenvalues at or below the largest |q|²/√H, as the
+            default of `matrix_function` does. c cannot fall with the number of tokens
+            read: (I − αcM)⁻¹ would change in all directions at every token.
         log_decay: at most 0, [N] or [B or 1, T or 1, N]: M and S are multiplied by
-            exp(log_decay) before a token is added. Not for resolvents: I + βM would
-            change in all directions at every token. Not with normalise "l2".
+            exp(log_decay) before a token is added. Not for resolvents, for the same
+            reason as c. Not with normalise "l2".
         mask: True = attend; it may only hide keys.
         state: from `matrix_function_state`, `matrix_function_step` or an earlier call
             with the same function, alpha and scale.
@@ -94,8 +94,9 @@ def matrix_function_causal(
         ValueError: shapes that do not fit; an unknown function; alpha without a
             resolvent; log_decay with one; a mask that hides pairs; a state of other
             sizes; `state` or `return_state` together with axis_name.
-    Source: this library. The values minus the resolvent with α < 0 are the Mesa layer
-        (von Oswald et al. 2025, arXiv:2506.05233) with keys equal to queries.
+    Source: this library. The values minus the output of the resolvent with α < 0 are
+        the Mesa layer (von Oswald et al. 2025, arXiv:2506.05233) with keys equal to
+        queries.
     """
     who = "matrix_function_causal"
     _check(who, query, value, scale)

@@ -172,8 +172,8 @@ def delta_causal(
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves 128 numbers per token and query head, and a state every 128 tokens; on a
-    GPU it saves 128 numbers and a value per token and query head, and a state every 64
-    tokens. Kernels have no forward-mode derivative.
+    GPU it saves 64 numbers per token and query head, 64 numbers and a value per token
+    and key head, and a state every 64 tokens. Kernels have no forward-mode derivative.
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
@@ -268,7 +268,7 @@ def _operands(
     mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> tuple[Array | None, tuple[Array, ...]]:
-    """Return the log-decay that all tokens share or None, and the operands of tokens.
+    """Return the log-decay that all tokens share, or None, and the operands per token.
 
     The first operand is β. The second is the log-decay, if tokens do not share it.
 

@@ -24,8 +24,8 @@ class Statistics(NamedTuple):
 
     These features estimate exp(q'·k') without bias if all a < 1/8 and
     b = √(1 − 4 diag(a)) R for a rotation R. Positive features have a = 0. FAVOR++ has
-    the same number in all of a. FAVOR# has one number for each principal direction R of
-    a sample.
+    the same number in all of a. FAVOR# has one number for each principal direction of a
+    sample; these directions are the rows of R.
     """
 
     a: Float[Array, " H"]
@@ -41,7 +41,7 @@ def favor_statistics(
 ) -> Statistics:
     """Return the statistics that minimise the log variance for a sample.
 
-    With x' = x √scale and E[(q' + k')(q' + k')ᵀ] = R diag(s) Rᵀ over independent pairs,
+    With x' = x √scale and E[(q' + k')(q' + k')ᵀ] = Rᵀ diag(s) R over independent pairs,
     a = (1 − 2s − √((1 + 2s)² + 8s)) / 16. FAVOR# uses all of s. FAVOR++ uses the mean
     of s in every direction, and R = I.
 
@@ -50,8 +50,8 @@ def favor_statistics(
     through them. Cost O((T + S) H² + H³), once. They are float32 at least.
 
     Args:
-        query, key: a sample; all axes except the last one count draws.
-        scale: of the scores, 1/√H by default.
+        query, key: a sample; each index of the axes before the last is one vector.
+        scale: factor of the scores, 1/√H by default.
     Raises:
         ValueError: an unknown `kind`, head sizes that differ, an empty sample, or a
             scale that is not above 0.
@@ -93,11 +93,11 @@ def unit_statistics(head_size: int, scale: Array) -> Statistics:
     return _statistics(spectrum, jnp.eye(head_size, dtype=spectrum.dtype))
 
 
-def _statistics(spectrum: Array, rotation: Array) -> Statistics:
-    """Return the statistics for the eigenvalues s and the rotation R."""
+def _statistics(spectrum: Array, directions: Array) -> Statistics:
+    """Return the statistics for the eigenvalues s and eigenvectors, the columns Rᵀ."""
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)
     a = (1 - 2 * spectrum - root) / 16
-    return Statistics(a, jnp.sqrt(1 - 4 * a)[:, None] * rotation.T)
+    return Statistics(a, jnp.sqrt(1 - 4 * a)[:, None] * directions.T)
 
 
 def apply_statistics(

@@ -278,7 +278,7 @@ def _tokens(
     segment_ids: Array | None,
     axis_name: str | None = None,
 ) -> FlashTokens:
-    """Return the arguments, checked. Hidden keys and values become 0, also NaN."""
+    """Return the arguments, checked. Hidden keys and values become 0, even NaN."""
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     linear = f"{who}, linear_query and linear_key"
     check_tokens(linear, linear_query, linear_key, value, None, None, causal=True)

@@ -84,11 +84,10 @@ def gau(
 
 
 def fixed_divisor(name: str, divisor: Any, known: tuple[str, ...] = ()) -> float | str:
-    """Return the divisor as a number of Python, for which programs are compiled, or its
-    name.
+    """Return the divisor as a Python number, or its name if it is one of `known`.
 
     Raises:
-        ValueError: the divisor is not above 0, not one of the known names, or traced.
+        ValueError: the divisor is not a constant number above 0, nor a known name.
     """
     if isinstance(divisor, str) and divisor in known:
         return divisor

@@ -42,7 +42,7 @@ def linear(
     features: str | FeatureFunction = "elu",
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """Return attention to all keys whose weights are products of features.
+    """Return attention to all keys, with products of features as weights.
 
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
@@ -57,8 +57,8 @@ def linear(
     at 1e-18, and up to the size of the values at 1e-19.
 
     Rounding of "squared" and "taylor". If there are few keys, and inside the chunks of
-    `linear_causal`, weights are computed from q·k. Sums over more keys, and states,
-    have features that cancel. With ε = 2⁻²³ the error of a row's sums is then about
+    `linear_causal`, weights are computed from q·k. Sums over more keys, and states, add
+    up features that cancel. With ε = 2⁻²³ the error of a row's sums is then about
     ε|q|²Σ|k|² ("squared"), and the error of the output is ε|q|²Σ|k|² / Σ(q·k)² times
     the spread of the values. That is 1e-5 for most rows of head size 64, and more for
     rows that read two or three keys from a state, all nearly orthogonal to the query.
@@ -72,11 +72,12 @@ def linear(
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        features: a name, or a function of [B T N H] and [B S K H] that maps each token
-            by itself. The names are "elu" (elu(x) + 1), "relu", "relu2" (relu(x)²),
-            "squared" (the weight of a pair is (q·k)²; M = H (H + 1)/2), "taylor"
-            (1 + s + s²/2 with s = q·k/√H; M = H (H + 1)/2 + H + 1) and "identity".
-            With features that change sign a denominator may be near zero.
+        features: a name, or a function [B T N H] → [B T N M] of queries and of keys
+            that maps each token by itself. The names are "elu" (elu(x) + 1), "relu",
+            "relu2" (relu(x)²), "squared" (the weight of a pair is (q·k)²;
+            M = H (H + 1)/2), "taylor" (1 + s + s²/2 with s = q·k/√H;
+            M = H (H + 1)/2 + H + 1) and "identity". With features that change sign a
+            denominator may be near zero.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides
@@ -201,7 +202,7 @@ def _mapped(
     key: Array,
     mask: Array | None,
 ) -> tuple[Array, Array]:
-    """Return query and key; if features are a function, mapped by it.
+    """Return query and key, mapped by `features` if that is a function.
 
     The function gets 0 for hidden keys.
     """

@@ -7,8 +7,8 @@
 
 With A = scale · QQᵀ and M = scale · QᵀQ, the powers of A are Aᵏ = scale · Q Mᵏ⁻¹ Qᵀ. So
 f(A) = f(0) I + scale · Q g(M) Qᵀ with g(λ) = (f(λ) − f(0))/λ, and no [T T] matrix is
-formed. g is computed without eigenvectors and without a division by λ, whose gradients
-do not exist if eigenvalues repeat (Q = I) or are 0 (Q = 0).
+formed. g is computed without eigenvectors, which have no gradient if eigenvalues repeat
+(Q = I), and without a division by λ, which has none if an eigenvalue is 0 (Q = 0).
 
 `FUNCTIONS` maps names to f(0) and a function that multiplies by g(M).
 """
@@ -31,7 +31,8 @@ from symjax.attention.core.arguments import (
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
 from symjax.attention.core.products import einsum, over, over_root
 
-# Exact to rounding for eigenvalues from −3500 up in float64, −20,000 in float32.
+# Of `_exponential`, which is exact to rounding for eigenvalues from −3500 up in
+# float64, from −20,000 up in float32.
 DOUBLINGS, TERMS = 14, 10
 NORMALISE = "none", "rows", "l2"  # divisors of a row of f(A)
 
@@ -60,8 +61,8 @@ def matrix_function(
     divides them. The rank of f(A) − f(0) I is at most H, and H + 1 for ones_plus; e^A
     has full rank. `matrix_function_causal` is the causal form.
 
-    Time O(T H (H + V)), plus O(H² V) per degree of a polynomial, or O(H³) for the other
-    functions. Sums run in float32 at least. No ε is added.
+    Time O(T H (H + V)), plus O(H² V) per degree of a polynomial, or O(H² (H + V)) for
+    exponentials and resolvents. Sums run in float32 at least. No ε is added.
 
     Args:
         function: a name, or the coefficients of a polynomial, which may be learned.
@@ -78,8 +79,8 @@ def matrix_function(
             is 0 is zero. Sums may be near 0, since entries have both signs.
     Raises:
         ValueError: shapes that do not fit; an unknown function; alpha without a
-            resolvent; a mask that hides pairs; segment_ids, since each segment would be
-            a matrix of its own.
+            resolvent; a mask that hides pairs; segment_ids, since each segment would
+            need another matrix.
     Source: Courtois et al. 2024, arXiv:2406.06366 (the rank of QQᵀ); Higham 2008,
         Functions of Matrices, chapter 1.
     """
@@ -96,7 +97,7 @@ class SpectralOperands(NamedTuple):
 
     query: Float[Array, "B T N H"]
     value: Float[Array, "B T N V"]
-    parameter: Any  # parameter of the function
+    parameter: Any  # α of a resolvent, or the coefficients of a polynomial
     scale: float | Float[Array, ""] | None
     mask: Bool[Array, "B 1 1 T"] | None
 
@@ -105,7 +106,7 @@ class SpectralOperands(NamedTuple):
 def _rows(
     name: str | None, normalise: str, operands: SpectralOperands
 ) -> Float[Array, "B T N V"]:
-    """Return f(A) V; the function is a polynomial if it has no name."""
+    """Return f(A) V; f is a polynomial if `name` is None."""
     query, value, parameter, scale, mask = operands
     wide = jnp.promote_types(jnp.result_type(query, value), jnp.float32)
     parameter = jax.tree.map(lambda x: jnp.asarray(x, wide), parameter)

@@ -55,11 +55,11 @@ class Mechanism(NamedTuple):
         causal: attention of each token to itself and its past, or None.
         step: the causal form for one more token, or None.
         state: the empty state of the recurrence, or None.
-        options: keywords with a key of their own in model.attention, or that other code
-            of the library sets.
+        options: keywords that a key of model.attention or other code of the library
+            sets.
         own: further keywords, declared with type, default and meaning. Their keys are
-            model.attention.options.NAME. All forms take all of these. A score
-            mechanism declares them in `ScoreMechanism.own` instead.
+            model.attention.options.NAME. All functions of the mechanism take all of
+            these. A score mechanism declares them in `ScoreMechanism.own` instead.
         choices: option → the values that it may have. For features, `symjax.layers`
             adds learned feature maps.
         operands: names of arrays besides query, key and value.
@@ -260,11 +260,12 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 def table() -> str:
     """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    `symmetric` and `differential` take any of these mechanisms, and have its
-    capabilities; `symmetric` has no grouped heads.
+    `symmetric` and `differential` take any mechanism with the arguments (query, key,
+    value), so not `flash` and `matrix_function`. They have its capabilities, except
+    that `symmetric` has no grouped heads.
     """
     names = capabilities(SCORED)
-    rows = [("mechanism", *names, "time a head", "memory to decode")]
+    rows = [("mechanism", *names, "time per head", "memory to decode")]
     for name, mechanism in MECHANISMS.items():
         values = capabilities(mechanism).values()
         cells = (("-", "yes")[x] if isinstance(x, bool) else x for x in values)

@@ -51,11 +51,11 @@ def mesa_causal(
 
     out[t] = q_t (Λ + Σ_{s≤t} k_s k_sᵀ)⁻¹ Σ_{s≤t} k_s v_sᵀ, with Λ = diag(ridge).
 
-    This is the delta rule with the best possible β for every token: the state holds the
-    linear map that fits all values so far. There is no scale and no denominator. Query
-    head n uses key head n // (N/K). Sums run in float32 at least. Time O(T (H² + H V +
-    chunk_size (H + V + chunk_size))): one factorisation [chunk_size chunk_size] a
-    chunk. The backward pass saves one state per chunk.
+    This is the delta rule with the matrix (Λ + Σ_{s≤t} k_s k_sᵀ)⁻¹ in place of β_t: the
+    state holds the linear map that fits all values so far best. There is no scale and
+    no denominator. Query head n uses key head n // (N/K). Sums run in float32 at least.
+    Time O(T (H² + H V + chunk_size (H + V + chunk_size))): each chunk factorises one
+    matrix [chunk_size chunk_size]. The backward pass saves one state per chunk.
 
     Long keys cost digits in float32, since a chunk factorises a matrix [chunk_size
     chunk_size] of their products. With 256 tokens of 16 channels, chunks of 64 and |k|²
@@ -141,7 +141,7 @@ def mesa_state(
 
 
 def _one(*arrays: Array) -> Float[Array, ""]:
-    """Return β of keys that were divided by the root of the ridge: 1."""
+    """Return 1, the β of `Mesa` for keys that are divided by the root of the ridge."""
     return jnp.ones((), sum_dtype(*arrays))
 
 

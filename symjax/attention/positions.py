@@ -137,12 +137,12 @@ def _turned(
 ) -> Float[Array, "B T N H"]:
     """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
 
-    The two halves of the result are not concatenated. On an H200 that took four times
-    as long as reading and writing the bytes.
+    The two halves of the result are not concatenated: on an H200 a concatenation took
+    four times as long as reading and writing the bytes.
 
     Args:
-        shape: (2, H/2) or (H/2, 2); in this shape of the features the axis of length 2
-            is that of a pair.
+        shape: (2, H/2) or (H/2, 2), a shape of the features in which the axis of length
+            2 has the two features of a pair.
         partners: (shape, x) → the partner of each feature.
     """
     axis = shape.index(2) - 2
@@ -279,14 +279,14 @@ def position_bias(
     """Return a bias of scores by the position of the key, w·f(s) with w of each head.
 
     f(s) are the M features of `sinusoidal`. With this bias, scores that are symmetric
-    become different from a query t to a key s and from s to t. All queries have the
-    same bias, so it takes O(N S) memory, and cached keys need no change.
+    without it differ between (query t, key s) and (query s, key t). All queries have
+    the same bias, so it takes O(N S) memory, and cached keys need no change.
 
     Args:
         weight: w of each head.
         positions: of the keys; one row for all examples, or one row per example.
     Raises:
-        ValueError: weight or positions have another number of axes, or M is odd.
+        ValueError: weight or positions do not have two axes, or M is odd or below 2.
     Source: the part of the position term of Kayyam et al. 2026, arXiv:2606.04032, that
         changes weights of softmax: a number that is added to a whole row of scores
         changes none.

@@ -5,7 +5,7 @@ with n tokens (`original_length`), and shall read texts that are s times as long
 (`factor`). The kinds of scaling replace θ_i:
 
 linear    by θ_i / s
-dynamic   by θ_i of the base · (s L/n − s + 1)^(R/(R − 2)), for texts of L > n tokens
+dynamic   by θ_i with base · (s L/n − s + 1)^(R/(R − 2)) as base, for L > n tokens
 yarn      by θ_i / s for slow pairs; fast pairs keep θ_i; a ramp in i between them. The
           turned features are multiplied by 0.1 ln s + 1
 llama3    by θ_i / s for pairs with fewer than low_frequency_factor turns in n tokens;

@@ -5,8 +5,8 @@
         total = np.abs(powers).sum(axis=-1, keepdims=True) + epsilon
         return np.maximum(powers, 0) / total @ v
 
-A key with a negative score has weight 0, and still counts in the denominator. So a row
-that finds nothing has no weight, and needs no first token to put it on.
+A key with a negative score has weight 0, and still counts in the denominator. So all
+weights of a row may be 0: it needs no first token as an attention sink.
 """
 
 import jax
@@ -24,8 +24,8 @@ def softpick_weights(
 ) -> tuple[Float[Array, "*B t s"], Float[Array, "*B t 1"]]:
     """Return relu(exp(score) − 1), 0 for hidden pairs, and the divisors of the rows.
 
-    Both are multiplied by exp(−top), where top is the maximum of the row and 0, so that
-    no exponential overflows.
+    Both are multiplied by exp(−top), so that no exponential overflows. top is the
+    maximum of the row, or 0 if that is negative.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, 0)  # a score of 0 has no weight

@@ -8,8 +8,8 @@
 
 Weights are powers of the excess of a score over the threshold τ of its row: [z − τ]₊ in
 sparsemax and [z/2 − τ]₊² in entmax-1.5. The weights of a row sum to one, which fixes τ.
-Softmax is the limit of this family. Both mechanisms share one function of the power, 1
-or 2.
+The limit of [z/p − τ]₊^p for large p is softmax. Both mechanisms share one function of
+the power p, 1 or 2.
 """
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.scores.rows import KEPT
 
-FLOOR = -2.0  # least scaled score, relative to the maximum; thresholds are above −1
+FLOOR = -2.0  # least scaled score, relative to the maximum; thresholds are at least −1
 
 
 def sparsemax_weights(
@@ -107,7 +107,7 @@ def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, 
 
 
 def _slopes(power: int, excess: Array) -> Array:
-    """Derivative of excess^power / power, which is 0 where the excess is."""
+    """Derivative of excess^power / power, which is 0 where the excess is 0."""
     return (excess > 0).astype(excess.dtype) if power == 1 else excess ** (power - 1)
 
 

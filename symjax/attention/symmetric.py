@@ -36,8 +36,9 @@ def symmetric_key(
     with a metric.
 
     Args:
-        normalise: "unit" divides a key by its length, at least 1e-12 (shared queries
-            and keys of Reformer). "rms" divides it by √(mean of squares + 1e-6).
+        normalise: "unit" divides a key by its length, or by 1e-12 if it is shorter
+            (shared queries and keys of Reformer). "rms" divides a key by
+            √(mean of squares + 1e-6).
     Raises:
         ValueError: the metric does not fit the query, or normalise is unknown.
     Source: Courtois et al. 2024, arXiv:2406.06366 (pairwise); Kitaev et al. 2020,

@@ -1,1 +1,1 @@
-"""Ground of all mechanisms: arguments, visibility, operands, products, meshes."""
+"""Code that all mechanisms share: arguments, visibility, operands, products, meshes."""

@@ -96,7 +96,7 @@ def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> No
 
 
 def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """Raise unless `check_number` passes and the value, unless traced, is above 0."""
+    """Raise unless the value is one finite number above 0; a traced number passes."""
     check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
@@ -106,10 +106,10 @@ def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> 
 
 
 def check_log_decay(who: str, log_decay: Any) -> None:
-    """Raise unless the log-decays, unless traced, are at most 0; NaN passes.
+    """Raise if a log-decay is above 0; NaN and traced log-decays pass.
 
-    Positive ones would make a state grow, and sums of them overflow. The check waits
-    for the values and reads them on the host: under `jax.jit` and `jax.shard_map` an
+    Positive log-decays would make a state grow until it overflows. The check waits for
+    the values and reads them on the host: under `jax.jit` and `jax.shard_map` an
     operation of jax on a constant would be traced. Arrays with parts on other processes
     are not checked.
 
@@ -329,7 +329,7 @@ def check_tokens(
     *,
     causal: bool,
 ) -> None:
-    """Raise on shapes that do not fit, naming both; `causal` wants T = S."""
+    """Raise on shapes that do not fit, naming both; `causal` requires T = S."""
     check_heads(who, query, key, value)
     check_kind(who, jnp.integer, segment_ids=segment_ids)
     if causal and query.shape[1] != key.shape[1]:

@@ -131,8 +131,8 @@ def on_cuda() -> bool:
 def on_hopper() -> bool:
     """Return whether the traced program may run our kernels for NVIDIA Hopper GPUs.
 
-    They need an H100, H200 or GH200, jax 0.11 or later for its Mosaic GPU, and no
-    64-bit types.
+    The kernels need a Hopper GPU such as the H100, H200 or GH200, jax 0.11 or later for
+    its Mosaic GPU, and no 64-bit types.
     """
     if backend() != "gpu" or jax.config.read("jax_enable_x64"):
         return False

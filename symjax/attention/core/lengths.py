@@ -1,11 +1,11 @@
 """Laws of length: changes of scores by the number of visible keys, or by distance.
 
 More keys flatten the weights of a row. A factor of its scores that grows with n, the
-number of keys that the row sees, keeps it as sharp.
+number of keys that the row sees, keeps the weights as sharp.
 
     log_scale        log n / log base
     floor_scale      1 + 0.1 log(1 + ⌊n / 8192⌋)
-    adaptive_scale   1 + β (log(n + 1))^γ, with β and γ of a row
+    adaptive_scale   1 + β (log(n + 1))^γ, with β and γ for each row
     distance_scale   a factor and a shift that depend on the distance of a pair
 
 In a causal model each row has its own n, so that decoding token by token computes the
@@ -17,10 +17,10 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-SHORTEST = 16  # fewer visible keys have the log scale of this number
+SHORTEST = 16  # rows with fewer visible keys have the log scale of 16 keys
 FLOOR, STEP = 8192, 0.1  # of Llama 4
 NEAR = 10.0  # tokens within which distance changes little: τ of the paper
-LAWS = ("floor", "distance")  # that a name chooses
+LAWS = ("floor", "distance")  # values of `length_scale` that are names
 
 
 def log_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:
@@ -65,7 +65,7 @@ def distance_scale(
 
     a² = 1 + 2 log(1 + |d|/10) and m = 1 − a². If scores are normal with variance 1, the
     keys between distances d and 2d then have about the same total weight for every d,
-    and the weight is on a number of keys that hardly grows with d.
+    and the number of keys that have this weight hardly grows with d.
 
     Source: Anson, Wang & Aitchison 2025, arXiv:2505.17083, with τ = 10.
     """

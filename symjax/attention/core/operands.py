@@ -30,7 +30,7 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Adjustment(NamedTuple):
-    """Learned changes of scores that only row blocks and the ring compute.
+    """Learned changes of scores. Kernels support none of them, the ring no `length`.
 
     Attributes:
         row_decay, key_decay: sums of the log-decays up to each row and each key; the
@@ -79,8 +79,8 @@ class Operands(NamedTuple):
     def branch(self, index: int, signals: int) -> "Operands":
         """Return the operands of one branch of all differential heads.
 
-        Branch 0 has the signal heads and their keys, branch 1 the noise heads. Values
-        and λ are those of both.
+        Branch 0 has the signal heads and their keys, branch 1 the noise heads and
+        theirs. Both have all values and λ.
 
         Args:
             signals: number of signal heads before each noise head.
@@ -166,7 +166,7 @@ class ScoreSettings(NamedTuple):
         scale: factor of the scores; None if it is known only at run time.
         length_base: base of the entropy-invariant scale, or None.
         length_scale: another law of length: "floor", "distance", or "adaptive", for
-            which `Adjustment.length` has two numbers a row.
+            which `Adjustment.length` has the slope and power of each row.
         offset: position of row 0 among the keys; None if known only at run time.
         whole: compute all rows as one block, without checkpointing.
         dtypes: types in which keys and values are multiplied.

@@ -23,10 +23,10 @@ def _einsum(
 ) -> Array:
     """Return `jnp.einsum(spec, *arrays)`.
 
-    On a CPU the axes B and K become one axis, and so do G and T, if they are adjacent
-    in all terms and no mesh may split them. XLA's compiler for CPUs transposes the
-    operands of products with two batch axes, and recomputes these operands. Call it
-    inside `on_any_mesh`.
+    On a CPU the axes B and K become one axis, and so do G and T, if the two are
+    adjacent in all terms that have one of them, and no mesh may split them. Otherwise
+    XLA's compiler for CPUs would transpose the operands of products with two batch
+    axes, and recompute these operands. Call this function inside `on_any_mesh`.
 
     Args:
         cuda: algorithm of NVIDIA GPUs, in place of `precision`.
@@ -57,8 +57,7 @@ def _separate_einsum(
 def _merged(
     precision: jax.lax.Precision, spec: str, arrays: tuple[Array, ...]
 ) -> Callable | None:
-    """Return the product with B, K and G, T as single axes; None if it has no such
-    pairs."""
+    """Return the product with B and K, or G and T, as one axis; None if impossible."""
     *names, output = terms = re.split(",|->", spec)
     pairs = [
         pair
@@ -125,13 +124,13 @@ def over_root(x: Array, square: Array) -> Array:
 def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
     """Return an einsum with float32 sums that is as precise as the arrays.
 
-    For arrays of more than 16 bits it is `einsum`. If all arrays have 16 bits it is
-    faster: three bfloat16 passes on TPUs, TF32 on GPUs. Tensor cores do not multiply in
-    full precision.
+    For arrays of more than 16 bits the result is `einsum`. For arrays of 16 bits it is
+    faster: three bfloat16 passes on TPUs, TF32 on GPUs, whose tensor cores do not
+    multiply in full precision.
 
     Args:
-        cancel: the products will cancel. Then 16-bit arrays also have full precision;
-            NVIDIA GPUs reach it in six bfloat16 passes, as TPUs do.
+        cancel: sums of the products will cancel. Then 16-bit arrays also have full
+            precision; NVIDIA GPUs reach it in six bfloat16 passes, as TPUs do.
     """
     if jnp.result_type(*arrays).itemsize > 2:
         return einsum

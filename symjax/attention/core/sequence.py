@@ -4,9 +4,9 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of the other parts. Recurrences need only the state after the
 parts before, and none of their keys.
 
-Nothing here sums over devices by `psum`, whose gradient in a `jax.shard_map` is the sum
-of the gradients of all devices: it would be too large by their number. So a loss of the
-outputs of all devices has the same gradients as without a split.
+A loss of the outputs of all devices has the same gradients as without a split. So
+nothing here sums over devices by `psum`: in a `jax.shard_map` its gradient is the sum
+of the gradients of all devices, which is too large by the number of devices.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """
@@ -78,7 +78,7 @@ def around_ring(
     local: Any,
     moving: Any,
 ) -> tuple[Any, Any]:
-    """Pass arrays around the ring of devices, so that each device meets those of all.
+    """Pass arrays around the ring of devices, so that each device gets those of all.
 
     Every turn computes (local, moving) ← meet(local, moving, source) on each device,
     with the index `source` of the device that `moving` began on. Then each device

@@ -70,7 +70,7 @@ class Visibility:
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # all keys, since `self.count` sums over them
+        if self.mask is not None:  # one entry per key, for the sum in `count`
             shape = (*self.mask.shape[:3], self.keys.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:

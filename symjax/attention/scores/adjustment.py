@@ -1,14 +1,16 @@
 """Learned changes of scores: forget gates, sinks, and factors by the number of keys.
 
-def forgetting(q, k, v, g):              # one head: q, k [T H], v [T V], g [T]
-    c = np.cumsum(g)
-    scores = q @ k.T / np.sqrt(q.shape[-1]) + c[:, None] - c[None]
-    weights = np.tril(np.exp(scores))
-    return weights @ v / weights.sum(axis=-1, keepdims=True)
+    def forgetting(q, k, v, g):          # one head: q, k [T H], v [T V], g [T]
+        c = np.cumsum(g)
+        scores = q @ k.T / np.sqrt(q.shape[-1]) + c[:, None] - c[None]
+        weights = np.tril(np.exp(scores))
+        return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-def with_sink(q, k, v, sink):            # the same, with a logit instead of gates
-    weights = np.tril(np.exp(q @ k.T / np.sqrt(q.shape[-1])))
-    return weights @ v / (weights.sum(axis=-1, keepdims=True) + np.exp(sink))
+    def with_sink(q, k, v, sink):        # sink: one logit
+        weights = np.tril(np.exp(q @ k.T / np.sqrt(q.shape[-1])))
+        return weights @ v / (weights.sum(axis=-1, keepdims=True) + np.exp(sink))
+
+`symjax.attention.core.lengths` has the factors.
 """
 
 from typing import Any
@@ -57,7 +59,7 @@ def adjustment_of(
 def _of_rows(
     numbers: Float[Array, "#B #T #N"], arguments: ScoreArguments, branches: int
 ) -> Float[Array, "#B Nq #T 1"]:
-    """Return numbers of heads for the query heads of these heads."""
+    """Return numbers per noise head (or head) for each query head of its group."""
     shape = *numbers.shape[:2], arguments.noise_heads
     of_heads = jnp.swapaxes(jnp.broadcast_to(numbers, shape), 1, 2)
     return jnp.repeat(of_heads, branches, axis=1)[..., None]
@@ -70,7 +72,7 @@ def _decays(
 ) -> Adjustment:
     """Return the sums of log-decays up to each row and up to each key.
 
-    Keys of other devices are gathered: one number a head and token.
+    The log-decays of the keys of other devices are gathered.
     """
     batch, keys, kv_heads = arguments.key.shape[:3]
     log_decay = jnp.broadcast_to(log_decay, (log_decay.shape[0], keys, kv_heads))
@@ -90,9 +92,9 @@ def _decays(
 def _of_query_heads(
     arguments: ScoreArguments, sums: Float[Array, "#B S K"]
 ) -> Float[Array, "#B Nq S"]:
-    """Return sums of key heads for the query heads that use them.
+    """Return the sums of each key head for the query heads that use it.
 
-    With `lam` the branches of a head use neighbouring key heads, or one.
+    With `lam` the branches of a head use neighbouring key heads, or the same one.
     """
     kv_heads, heads = arguments.value.shape[2], arguments.query.shape[2]
     signals = arguments.signals
@@ -105,7 +107,7 @@ def _of_query_heads(
         sums.shape[0], kv_heads, 1, branches, sums.shape[1]
     )
     sums = jnp.repeat(sums, groups, axis=2)
-    if signals > 1:  # of pairs of a signal and a noise head, one noise head is kept
+    if signals > 1:  # `in_pairs` repeated the noise heads: keep one per group
         pairs = sums.reshape(sums.shape[0], -1, signals, 2, sums.shape[4])
         kept = pairs[:, :, :, 0], pairs[:, :, :1, 1]
         sums, heads = jnp.concatenate(kept, axis=2), arguments.query.shape[2]

@@ -53,7 +53,7 @@ class ScoreArguments:
 
     @property
     def noise_heads(self) -> int:
-        """Number of noise heads, which have a mask each; without `lam`, of heads."""
+        """Number of noise heads; without `lam`, number of heads. Each has a mask."""
         branches = 1 if self.lam is None else self.signals + 1
         return self.query.shape[2] // branches
 
@@ -63,12 +63,11 @@ class ScoreArguments:
         return batch, time, self.output_heads, self.value.shape[3]
 
     def checked(self, who: str) -> "ScoreArguments":
-        """Return the arguments with a scale, a window of two sides, and numbers of
-        Python.
+        """Return the arguments with the default scale and the window (left, right).
 
         Raises:
             ValueError: arguments that do not fit together, naming both, or have the
-                wrong type; it begins with `who`.
+                wrong type. The message begins with `who`.
         """
         self._check_types(who)
         self._check_shapes(who)

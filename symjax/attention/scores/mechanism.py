@@ -130,11 +130,11 @@ class ScoreMechanism:
             alibi: slopes m of a bias −m·|distance|, see `alibi_slopes`.
             log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
                 query t and key s becomes score − |c_t − c_s|, with c_t = Σ_{r≤t} g_r.
-                In causal attention it falls by the sum of the gates after key s (FoX,
-                the Forgetting Transformer). c is summed in float32 at least, so scores
-                have an error of about 1e-7 |c_t|; a gate below −10⁴ counts as −10⁴. The
-                gate of a key that the mask hides from all rows counts as 0. Branches of
-                `differential` have their own gates, as they have their own keys.
+                In causal attention this adds Σ g_r over s < r ≤ t (FoX, the Forgetting
+                Transformer). c is summed in float32 at least, so scores have an error
+                of about 1e-7 |c_t|; g below −10⁴ counts as −10⁴. If the mask hides a
+                key from all rows, its g counts as 0. The branches of `differential`
+                have their own gates, as they have their own keys.
             sink: logits of one more key per head, which every row sees and which has no
                 value. Softmax then divides by exp(sink) + Σ exp(score).
             positions: positions of the queries among the keys, by default the last T.
@@ -161,8 +161,8 @@ class ScoreMechanism:
 
                 "fused" and "hopper" are former names of "tpu" and "gpu_differential".
             axis_name: in a `jax.shard_map`, the mesh axis that time is split over.
-                query, key, value and segment_ids are those of one device. Mask and
-                bias are for the rows of one device and the keys of all.
+                query, key, value, log_decay and segment_ids are those of one device.
+                Mask and bias are for the rows of one device and the keys of all.
             own: options that this mechanism declares.
         Raises:
             ValueError: shapes that do not fit together, naming both; an implementation
@@ -264,7 +264,7 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
     Slopes, λ and the scale are float32 at least. With `lam`, the branches of a head, or
-    of the heads that share a noise map, have its bias, slope and mask.
+    of the heads that share a noise map, share a bias, a slope and a mask.
 
     Args:
         gathers_keys: gather the keys and values of all devices that time is split
@@ -329,14 +329,14 @@ def _visibility(arguments: ScoreArguments) -> Visibility:
 
 
 def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
-    """Return the engine of row blocks that these operands are for."""
+    """Return the engine of row blocks: for windows if bounded on both sides."""
     if None in operands.visibility.window:
         return attend_rows
     return attend_window if axis_name is None else attend_window_of_device
 
 
 def _for_branches(pairs: Array | None, count: int) -> Array | None:
-    """Repeat each head of [B N T S] for its branches; one for all heads stays."""
+    """Repeat each head of [B N T S] for its branches; an axis of length 1 stays."""
     if pairs is None or pairs.shape[1] == 1:
         return pairs
     return repeat(pairs, "b n t s -> b (n p) t s", p=count)

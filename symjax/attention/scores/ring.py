@@ -22,7 +22,7 @@ from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Adjustment, Operands, ScoreSettings
 from symjax.attention.core.sequence import around_ring, if_seen, pass_on
 from symjax.attention.core.visibility import Visibility, part
-from symjax.attention.scores.rows import scored, weighed
+from symjax.attention.scores.rows import scored, weighted_sum
 
 
 class RingRows(NamedTuple):
@@ -71,7 +71,7 @@ class RingSettings(NamedTuple):
     axis_name: str
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # a call outside jit compiles once a shape
+@partial(jax.jit, static_argnums=(0, 2))  # outside jit, compile once per shape
 def attend_ring(
     score_settings: ScoreSettings, operands: Operands, axis_name: str
 ) -> Float[Array, "B N T V"]:
@@ -89,8 +89,9 @@ def attend_ring(
         operands: query, key and value are those of one device. Bias and visibility are
             for the rows of one device and all S keys.
     Raises:
-        ValueError: a mask or a bias that differs by row; length_base or mask_self
-            together with a mask or segments, because no device sees all keys of a row.
+        ValueError: a mask or a bias that differs by row; a length_scale of slope and
+            power; length_base, length_scale "floor" or mask_self together with a mask
+            or segments, because no device sees all keys of a row.
     """
     _check(score_settings, operands)
     operands = _without_hidden(operands)
@@ -156,7 +157,7 @@ def _ring_forward(
     rows: RowPositions,
     visibility: Visibility,
 ) -> tuple[Array, tuple]:
-    """Return the rows and the residuals, among them the logarithm of their sums."""
+    """Return the rows and residuals, among them log Σ exp(score) of each row."""
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
     shape, length = inputs.rows.query.shape[:-1], inputs.key.shape[2]
     sink = -jnp.inf if inputs.sink is None else inputs.sink[..., 0]
@@ -219,7 +220,7 @@ def _ring_backward(
                     scores = _scores(settings, here, seen)
                     weights = jnp.exp(scores - logarithm[..., None])
                     # In float32 at least, or the two gradients of w would not cancel.
-                    values = weighed(weights, here.value.astype(wide))
+                    values = weighted_sum(weights, here.value.astype(wide))
                     return weights.sum(axis=-1), values
 
                 here = inputs._replace(rows=of_rows, key=keys[0], value=keys[1])
@@ -295,7 +296,7 @@ def _update(
     running_max = jnp.maximum(sums.running_max, scores.max(axis=-1))
     rescale = jnp.exp(sums.running_max - _finite(running_max))
     weights = jnp.exp(scores - _finite(running_max)[..., None])
-    values = weighed(weights, inputs.value)
+    values = weighted_sum(weights, inputs.value)
     return OnlineSums(
         running_max,
         sums.total * rescale + weights.sum(axis=-1),
@@ -309,7 +310,7 @@ def _finite(running_max: Array) -> Array:
 
 
 def _check(score_settings: ScoreSettings, operands: Operands) -> None:
-    """Refuse masks and biases that differ by row, and counts of the keys of a row."""
+    """Refuse masks and biases that differ by row, and options that the ring lacks."""
     visibility, bias = operands.visibility, operands.bias
     for name, pairs in (("bias", bias), ("mask", visibility.mask)):
         if pairs is not None and pairs.shape[2] > 1:

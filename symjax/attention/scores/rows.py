@@ -32,11 +32,11 @@ from symjax.attention.core.visibility import part
 
 KEPT = "rows of scores"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
-EXTENTS = 8  # the most key lengths that blocks have, each compiled on its own
-FEW_KEYS = 2048  # up to so many keys causal rows have two key lengths
+EXTENTS = 8  # most extents of blocks (see `_blocks`); each is compiled separately
+FEW_KEYS = 2048  # up to this number of keys there are at most two extents
 
 
-@on_any_mesh("settings", specs=rows_spec)  # outside jit it compiles once a shape
+@on_any_mesh("settings", specs=rows_spec)  # outside jit, compiled once per shape
 def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
@@ -110,16 +110,16 @@ def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
 
 
 def _checkpoint(function: Callable, **options: Any) -> Callable:
-    """`jax.checkpoint` that saves what is named KEPT, beside the operands."""
+    """Apply `jax.checkpoint`, saving the operands and the arrays named KEPT."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     return jax.checkpoint(function, policy=policy, **options)
 
 
 def widened(operands: Operands) -> Operands:
-    """Return keys, values and a bias that all rows share in float32 at least.
+    """Return the operands with keys and values in float32 at least.
 
-    A block rounds them back to their own type. The gradients of the blocks are then
-    added in float32.
+    A bias that all rows share is converted too. A block rounds keys and values back to
+    their own types. The gradients of the blocks are then added in float32.
     """
 
     def wide(x: Array) -> Array:
@@ -135,10 +135,10 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
     Consecutive blocks form an extent and take the same keys: those that any of their
-    rows sees. There are at most `settings.extents` extents, and two if there are few
-    keys; each loops over its blocks. Two compute 3/4 of the pairs of causal attention,
-    eight 9/16. The gradient of sparsemax with 1,024 keys compiles in 12 seconds of
-    processor time for a TPU v5e, and in 39 with eight.
+    rows sees. There are at most `settings.extents` extents, and at most two if there
+    are few keys; each loops over its blocks. Two compute 3/4 of the pairs of causal
+    attention, eight 9/16. For a TPU v5e the gradient of sparsemax with 1,024 keys
+    compiles in 12 seconds of processor time with two extents, in 39 with eight.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)
@@ -195,10 +195,12 @@ def _block(
     branches = [operands]
     if lam is not None:
         branches = [operands.branch(index, signals) for index in range(2)]
-    maps = []  # of each branch: as one array of both, XLA would copy it to split it
+    maps = []  # one array per branch: XLA would copy a joint array to split it
     for branch in branches:
         visible = branch.visibility.pairs()
-        found = weighted(settings, branch, scored(settings, branch, visible), visible)
+        found = row_weights(
+            settings, branch, scored(settings, branch, visible), visible
+        )
         maps.append(found if isinstance(found, tuple) else (found, None))
     weights, divisor = maps[0]
     if lam is not None:
@@ -216,29 +218,29 @@ def _block(
         weights = weights - subtracted.reshape(weights.shape)
     value = operands.value.astype(dtype)
     if divisor is None:
-        return weighed(weights, value).astype(dtype)
+        return weighted_sum(weights, value).astype(dtype)
     return _averaged(weights, divisor, value).astype(dtype)
 
 
 @jax.custom_jvp
 def _averaged(weights: Array, divisor: Array, value: Array) -> Array:
     """Return the sum of the values by weights, divided by the divisor."""
-    return weighed(weights, value) / divisor
+    return weighted_sum(weights, value) / divisor
 
 
 @_averaged.defjvp
 def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the output and its derivative, (dw·v + w·dv − output·dd) / d.
 
-    It reads the output, which is saved. The derivative of autodiff would also save the
+    This derivative reads the output, which is saved. Autodiff would also save the
     undivided sum. In softmax the terms of dw and dd cancel. Both are computed in the
     type of the weights: the rounding errors of a narrower type would not cancel.
     """
     weights, divisor, value = primals
     weights_change, divisor_change, value_change = tangents
-    output = checkpoint_name(weighed(weights, value) / divisor, KEPT)
-    change = weighed(weights_change, value.astype(weights.dtype))
-    change += weighed(weights, value_change)
+    output = checkpoint_name(weighted_sum(weights, value) / divisor, KEPT)
+    change = weighted_sum(weights_change, value.astype(weights.dtype))
+    change += weighted_sum(weights, value_change)
     exact = jax.lax.Precision.HIGHEST
     change -= jnp.einsum("bntv,bnti->bntv", output, divisor_change, precision=exact)
     return output, change / divisor
@@ -304,7 +306,7 @@ def _factor(
     return lengths.floor_scale(count)
 
 
-def weighted(
+def row_weights(
     settings: ScoreSettings,
     operands: Operands,
     scores: Float[Array, "B N t s"],
@@ -312,8 +314,8 @@ def weighted(
 ) -> Array | tuple[Array, Array]:
     """Return the weights of rows, or their weights and divisors.
 
-    A sink is a key more that every row sees. It has no value, so that its weight is
-    left out.
+    A sink is one more key that every row sees. It has no value, so its weight is left
+    out of the result.
     """
     adjustment = operands.adjustment
     if adjustment is None or adjustment.sink is None:
@@ -330,7 +332,7 @@ def weighted(
     return found[..., :-1]
 
 
-def weighed(
+def weighted_sum(
     weights: Float[Array, "B N t s"], value: Float[Array, "B K s V"]
 ) -> Float[Array, "B N t V"]:
     """Return the sums of the values by weights.

@@ -2,8 +2,8 @@
 
 A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. A call
 of a score mechanism has the family "softmax"; a call of a recurrence has the family
-that its `kernel` names. The first kernel of the family that passes all of these tests
-computes the call:
+that the recurrence's attribute `kernel` names. The first kernel of the family that
+passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
@@ -87,10 +87,10 @@ class KernelSource(NamedTuple):
 
 
 class RepeatedNoise(NamedTuple):
-    """Kernel that gets a noise head beside each signal head of differential attention.
+    """Kernel of differential attention with a copy of the noise head per signal head.
 
-    A kernel computes pairs of maps. If r signal heads share a noise head, it computes
-    the map of the noise head r times.
+    A kernel computes pairs of maps, one of a signal head and one of a noise head. If r
+    signal heads share a noise head, it computes the map of the noise head r times.
     """
 
     kernel: Kernel

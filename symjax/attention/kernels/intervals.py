@@ -1,7 +1,7 @@
 """The keys that rows may see, as intervals, and the blocks that a kernel must visit.
 
-Causality, a window and segments leave each row an interval of keys; a padding mask
-takes keys out of all rows, and `mask_self` a row's own.
+Causality, a window and segments leave each row an interval of keys. A padding mask
+hides keys from all rows, and `mask_self` hides the key at a row's own position.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Int
 class RowIntervals(NamedTuple):
     """Keys that each row sees, as intervals; b is 1 if all examples are alike."""
 
-    rows: Int[Array, "b 3 T"]  # the first key, the one after the last, its own or −1
+    # The first key, the key after the last, and the row's own key if it is hidden,
+    # else −1.
+    rows: Int[Array, "b 3 T"]
     exists: Bool[Array, "b S"] | None  # keys that are not hidden
     first: Int[Array, ""]  # the position of row 0
 
@@ -36,8 +38,11 @@ def seen_by_rows(
     The rows are `length` rows from position `first` on.
 
     Args:
-        left, right: number of keys before and after its position that a row may see.
-        runs: the number of each key's segment, non-decreasing.
+        left, right: number of keys before and after its position that a row may see;
+            None if there is no limit.
+        mask_self: hide a row's own key, except from rows that see no other key.
+        exists: whether each key is visible; None if all are.
+        runs: the number of each key's segment, non-decreasing; None for one segment.
     """
     position = (first + jnp.arange(length, dtype=jnp.int32))[None]
     begin = jnp.zeros_like(position) if left is None else position - left
@@ -68,7 +73,10 @@ def seen_by_rows(
 
 
 def pairs_in_window(length: int, keys: int, left: int | None, right: int | None) -> int:
-    """Return the number of visible pairs; the last row is at the last key."""
+    """Return the number of pairs of a row and a key that a window leaves visible.
+
+    The last row is at the position of the last key.
+    """
     position = np.arange(keys - length, keys)
     begin = np.zeros_like(position) if left is None else position - left
     end = np.full_like(position, keys) if right is None else position + right + 1
@@ -77,7 +85,7 @@ def pairs_in_window(length: int, keys: int, left: int | None, right: int | None)
 
 
 def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
-    """Return for each token the begin of its run and the begin of the next run."""
+    """Return for each token the start of its segment, and of the next segment."""
     index = jnp.arange(runs.shape[1], dtype=jnp.int32)[None]
     change = runs[:, 1:] != runs[:, :-1]
     start = jnp.where(jnp.pad(change, ((0, 0), (1, 0))), index, 0)
@@ -88,8 +96,12 @@ def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
 def blocks_of_rows(
     seen: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
-    """For each block of `rows` rows the blocks of `size` keys that it visits: the
-    first, the first and the last of those that all rows see whole, the last."""
+    """Return the blocks of `size` keys that each block of `rows` rows visits.
+
+    Returns:
+        Four block numbers: the first block to visit; the first block that all rows see
+        whole, and the one after the last of these; the one after the last to visit.
+    """
     filling = ((0, 0), (0, 0), (0, -seen.rows.shape[2] % rows))
     cut = jnp.pad(seen.rows, filling, "edge")
     begin, end, own = jnp.moveaxis(cut.reshape(*cut.shape[:2], -1, rows), 1, 0)
@@ -109,8 +121,10 @@ def blocks_of_rows(
 def blocks_of_keys(
     seen: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
-    """For each block of `size` keys the blocks of `rows` rows that visit it, as in
-    `blocks_of_rows`. O(T S / size)"""
+    """Return the blocks of `rows` rows that visit each block of `size` keys.
+
+    The four block numbers are as in `blocks_of_rows`. O(T S / size)
+    """
     begin, end, own = (x[:, None] for x in jnp.moveaxis(seen.rows, 1, 0))
     count, index = -(-keys // size), jnp.arange(begin.shape[-1])[None, None]
     start = (jnp.arange(count) * size)[None, :, None]
@@ -118,8 +132,9 @@ def blocks_of_keys(
     sees = (end > start) & (begin < stop) & (begin < end)
     low = jnp.where(sees, index, index.size).min(-1)
     high = jnp.where(sees, index + 1, 0).max(-1)
-    # begin and end grow with the row: a block is seen whole from where its last key is
-    # on until its first is no more, save by rows that hide one of its keys
+    # `begin` and `end` do not decrease from row to row. So the rows that see a block
+    # whole start where `end` passes its last key, and stop where `begin` passes its
+    # first key. Rows that hide one of its keys are excluded.
     part = (end < stop) | (own >= start) & (own < stop)
     whole_low = jnp.where(part, index + 1, 0).max(-1)
     whole_high = (begin <= start).sum(-1)
@@ -134,7 +149,8 @@ def blocks_of_keys(
 def _in_blocks(
     low, high, whole_low, whole_high, size: int, length: int
 ) -> Int[Array, "b 4 blocks"]:
-    # Where none is visited `low` may be the end; a kernel still reads the first block.
+    # If no block is visited, `low` may be `length`. A kernel loads block `first` even
+    # then, so that block has to exist.
     first = jnp.minimum(low, length - 1) // size
     last = jnp.where(low < high, -(-high // size), first)
     start = jnp.clip(-(-whole_low // size), first, last)

@@ -17,9 +17,9 @@ from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 # `jax.checkpoint` saves them, the backward pass does not run that kernel again.
 RESIDUAL = "attention_residual"
 
-LARGEST_HEAD = 256  # of recurrent kernels
+LARGEST_HEAD = 256  # head size that recurrent kernels support
 MOST_FEATURES = 1024
-NEVER = -1e30  # the logarithm of a decay that forgets all; no sum of them is NaN
+NEVER = -1e30  # log-decay that forgets the state; unlike −∞, no difference is NaN
 
 
 def unsupported(tokens: Tokens) -> str | None:
@@ -31,7 +31,7 @@ def unsupported(tokens: Tokens) -> str | None:
     if 0 in (*query.shape, value.shape[3]):
         return "an array is empty"
     if (size := max(key.shape[3], value.shape[3])) > LARGEST_HEAD:
-        return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+        return f"it takes heads of at most {LARGEST_HEAD} dimensions, got {size}"
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"it takes bfloat16 and float32, got {dtype}"
     return None
@@ -46,7 +46,7 @@ def key_features(maps: Features, key: Array, parameters: Any) -> LogFeatures:
 def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
     """Return the number of features of a key, without computing them.
 
-    It is None if they have both an amplitude and an exponent.
+    It is None if the features have both an amplitude and an exponent.
     """
     amplitude, exponent, _ = key_features(maps, key, parameters)
     parts = [x for x in (amplitude, exponent) if x is not None]
@@ -63,7 +63,8 @@ def log_decay_of(
 def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
     """Return query, key, value, log-decays of each head or channel, and β.
 
-    All but the query are 0 for hidden tokens. The first token of a segment forgets all.
+    All but the query are 0 for hidden tokens. The first token of a segment has the
+    log-decay `NEVER`, so that it forgets the segment before.
     """
     query, key, value, visible, segment = VisibleTokens.of(tokens)
     if log_decay is not None:
@@ -85,7 +86,7 @@ def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> 
 
 
 def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An output that differs over the same manual mesh axes as an input."""
+    """Return the type of an output that has the manual mesh axes of an input."""
     kind = jax.typeof(like).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
@@ -102,8 +103,8 @@ def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
     return parts
 
 
-def even(size: int, unit: int = TILE) -> int:
-    """The next multiple of `unit`."""
+def round_up(size: int, unit: int = TILE) -> int:
+    """Round up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
@@ -113,8 +114,8 @@ class VisibleTokens(NamedTuple):
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T K H"]
     value: Float[Array, "B T K V"]
-    visible: Bool[Array, "B T"] | None  # None: all are
-    segment: Int[Array, "B T"] | None  # the number of it
+    visible: Bool[Array, "B T"] | None  # None: all are visible
+    segment: Int[Array, "B T"] | None  # number of each token's segment
 
     @classmethod
     def of(cls, tokens: Tokens):

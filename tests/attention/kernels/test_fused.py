@@ -126,7 +126,7 @@ REFUSED = {
     "positions": ({}, {"positions": jnp.arange(T)[None]}, "without positions"),
     "scale": ({}, {"scale": jnp.ones(())}, "not an array"),
     "float16": ({"dtype": jnp.float16}, {}, "got float16"),
-    "head": ({"size": 1024}, {}, "at most 512 numbers, got 1024"),
+    "head": ({"size": 1024}, {}, "at most 512 dimensions, got 1024"),
     "group": ({"size": 512, "heads": 34 * K}, {}, "at most 16384 lanes, got 17408"),
     "small": ({"size": 40, "heads": 129 * K}, {}, "at most 16384 lanes, got 16512"),
 }

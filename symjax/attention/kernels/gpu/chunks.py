@@ -8,9 +8,9 @@ Time is cut into chunks of `CHUNK` tokens. There are two kinds of kernels:
   chunk of one head, so all chunks run in parallel. They read the state before the chunk
   and, for gradients, the gradient of the state after the chunk.
 
-This file has the products and casts inside of kernels, the call of a kernel, and the
-`BlockSpec`s that cut arrays into what one program reads. In their names and arguments
-`group` is the number of query heads that share a key head.
+This file has the products and casts inside kernels, the call of a kernel, and the
+`BlockSpec`s of the blocks that one program reads. `group` is the number of query heads
+that share a key head.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU. Triton compiles on all
 versions of jax that this project allows, and it assigns registers by itself.
@@ -37,8 +37,9 @@ from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.operands import result
 
 CHUNK = 64  # tokens
-# The least log₂ of a token's decay: 2^−150 is 0 in float32. Larger sums would cost the
-# differences of two sums digits that bfloat16 has; −∞ would make them NaN.
+# The least log₂ of a token's decay: 2^−150 is 0 in float32. With a lower limit the sums
+# could grow so large that the rounding error of their differences exceeds that of
+# bfloat16. With −∞ the differences would be NaN.
 LOWEST = -150.0
 SIZES = 16, 32, 64, 128  # head sizes of keys and values
 BLOCK = 64  # rows and columns of a state that a program holds, at most
@@ -61,17 +62,17 @@ def dot(left: Array, right: Array, contract: tuple = ((1,), (0,))) -> Array:
 
 
 def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
-    """Return why no kernel here supports these arrays; None if one may.
+    """Return why no kernel for GPUs supports these arrays; None if one may.
 
     Args:
-        keys: whether heads of keys have to be of one of `SIZES` too.
+        keys: whether the head size of keys has to be in `SIZES`, as that of values.
     """
     dtypes = {x.dtype.name for x in tokens[:3]}
     if dtypes != {"bfloat16"}:
         return f"it takes bfloat16, got {', '.join(sorted(dtypes))}"
     for name in ("key", "value")[not keys :]:
         if (size := getattr(tokens, name).shape[3]) not in SIZES:
-            return f"it takes a {name} of {SIZES} numbers, got {size}"
+            return f"it takes a {name} of {SIZES} dimensions, got {size}"
     return None
 
 
@@ -82,7 +83,7 @@ def pad_to_chunks(x: Array) -> Array:
 
 
 def iota(axis: int) -> Array:
-    """Return the index along an axis of the pairs of a chunk, [CHUNK CHUNK]."""
+    """Return [CHUNK CHUNK], the index of each pair of a chunk along an axis."""
     return jax.lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis)
 
 
@@ -105,7 +106,7 @@ def call_kernel(
     Args:
         operands: the block that a program reads of each array, and the array.
         results: the block that a program writes, the shape and the dtype of each array.
-        stages: how many iterations of a loop are loaded at a time.
+        stages: for how many iterations of a loop operands are in shared memory at once.
     """
     arrays = vary_alike([x for _, x in operands])
     return pl.pallas_call(
@@ -137,7 +138,7 @@ def sum_query_heads(
 
 
 def token_block(size: int, group: int = 1, blocks: int = 1, split: bool = False) -> Any:
-    """[CHUNK size] of [B T heads …].
+    """Return the block [CHUNK size] of an array [B T heads …].
 
     Args:
         split: whether `size` is one of the blocks of a head, not the whole head.
@@ -149,12 +150,12 @@ def token_block(size: int, group: int = 1, blocks: int = 1, split: bool = False)
 
 
 def scalar_block(group: int = 1) -> Any:
-    """[CHUNK] of [B heads T]."""
+    """Return the block [CHUNK] of an array [B heads T]."""
     return pl.BlockSpec((None, None, CHUNK), lambda i, n, b: (b, n // group, i))
 
 
 def state_block(size: int, width: int, group: int = 1, blocks: int = 1) -> Any:
-    """[size width] of [B heads chunks H V], one of the blocks of H."""
+    """Return the block [size width] of [B heads chunks H V], one of the blocks of H."""
     return pl.BlockSpec(
         (None, None, None, size, width),
         lambda i, n, b: (b, n // group, i // blocks, i % blocks, 0),
@@ -162,14 +163,14 @@ def state_block(size: int, width: int, group: int = 1, blocks: int = 1) -> Any:
 
 
 def pair_block(group: int = 1, blocks: int = 1) -> Any:
-    """[CHUNK CHUNK] of [B heads T CHUNK]."""
+    """Return the block [CHUNK CHUNK] of an array [B heads T CHUNK]."""
     return pl.BlockSpec(
         (None, None, CHUNK, CHUNK), lambda i, n, b: (b, n // group, i // blocks, 0)
     )
 
 
-# Blocks of state passes: all of time. The grid is (blocks of a state, heads, examples);
-# `row` and `column` map its first index to a block of H and to a block of V.
+# Blocks of state passes: a program reads all of time. The grid is (blocks of a state,
+# heads, examples). `row` and `column` map its first index to a block of H and of V.
 
 
 def first_block(i: Any) -> int:
@@ -181,19 +182,19 @@ def same_block(i: Any) -> Any:
 
 
 def all_tokens(length: int, size: int, group: int, block: Callable) -> Any:
-    """[T size] of [B T heads …]."""
+    """Return the block [T size] of an array [B T heads …]."""
     return pl.BlockSpec(
         (None, length, None, size), lambda i, n, b: (b, 0, n // group, block(i))
     )
 
 
 def all_scalars(length: int, group: int) -> Any:
-    """[T] of [B heads T]."""
+    """Return the block [T] of an array [B heads T]."""
     return pl.BlockSpec((None, None, length), lambda i, n, b: (b, n // group, 0))
 
 
 def all_pairs(length: int, group: int) -> Any:
-    """[T CHUNK] of [B heads T CHUNK]."""
+    """Return the block [T CHUNK] of an array [B heads T CHUNK]."""
     return pl.BlockSpec(
         (None, None, length, CHUNK), lambda i, n, b: (b, n // group, 0, 0)
     )
@@ -202,7 +203,7 @@ def all_pairs(length: int, group: int) -> Any:
 def all_states(
     count: int, size: int, width: int, row: Callable, column: Callable
 ) -> Any:
-    """[chunks size width] of [B N chunks H V]."""
+    """Return the block [chunks size width] of an array [B N chunks H V]."""
     return pl.BlockSpec(
         (None, None, count, size, width), lambda i, n, b: (b, n, 0, row(i), column(i))
     )
@@ -221,8 +222,8 @@ def decay_sums(log_decay: Float[Array, "B T K *H"]) -> Float[Array, "B T K *H"]:
 
     exp2 of the difference of two tokens' sums is the decay from one to the other.
     """
-    # Without the barrier XLA folds the sum of a decay that all tokens share into a
-    # constant, which takes it a minute.
+    # If all tokens share a constant decay, XLA would compute these sums while it
+    # compiles, which takes a minute. The barrier prevents that.
     decay = jax.lax.optimization_barrier(log_decay)
     decay = jnp.maximum(decay / math.log(2), LOWEST)
     chunks = decay.reshape(decay.shape[0], -1, CHUNK, *decay.shape[2:])
@@ -236,12 +237,12 @@ def decaying_states(
     reverse: bool,
     interpret: Any,
 ) -> Float[Array, "B N chunks H V"]:
-    """Return the state before each chunk, of keys x and values y.
+    """Return the state before each chunk, for keys x and values y.
 
     Args:
-        sums: of the decays in each chunk, by `chunks.decay_sums`.
-        reverse: return the gradient of the state after each chunk instead, of queries x
-            and the output's gradient y.
+        sums: what `decay_sums` returns; with a decay per head, transposed.
+        reverse: whether to return the gradient of the state after each chunk instead,
+            for queries x and the output's gradient y.
     """
     batch, length, heads, head_size = x.shape
     by_head, width = sums.ndim == 3, y.shape[3]

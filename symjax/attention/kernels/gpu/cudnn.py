@@ -1,10 +1,11 @@
 """Softmax and differential attention on cuDNN's flash attention, for NVIDIA GPUs.
 
-`jax.nn.dot_product_attention` calls cuDNN. It knows which GPUs, cuDNN versions and head
-sizes cuDNN supports. No scores are stored.
+`jax.nn.dot_product_attention` calls cuDNN, and raises if the GPU, the cuDNN version or
+the head size is unsupported. No scores are stored.
 
-Both maps of a differential head are heads of one call, and λ subtracts their outputs.
-cuDNN requires values as wide as keys. In differential attention V1 values are wider:
+Both maps of a differential head are heads of one call. The second output times λ is
+then subtracted from the first. cuDNN requires values as wide as keys. In differential
+attention V1 values are wider:
 
 - Values up to `TILE` wide: queries and keys are padded with zeros, for one call.
 - Wider values: they are cut into slices as wide as a key, with one call each.
@@ -15,9 +16,10 @@ forward and backward padded, and 5.46 ms in two calls. The kernel of `differenti
 takes 2.75 ms; cuDNN is for the calls and the GPUs that it does not support.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
-Calls with more than `MOST_PAIRS` pairs are refused and run by blocks of rows. Other
-masks, biases and length scales are refused too. Under `jax.checkpoint` the forward pass
-runs again in the backward pass, since cuDNN's residuals have no names to save.
+With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of
+rows. Masks, biases and length scales are refused too. Under `jax.checkpoint` the
+forward pass runs again in the backward pass, since cuDNN's residuals have no names to
+save.
 """
 
 from functools import partial
@@ -35,7 +37,9 @@ from symjax.attention.core.visibility import Visibility
 DTYPES = "bfloat16", "float16"
 TILE = 128  # head size that cuDNN's kernels are made for
 MOST_PAIRS = 2**29  # in a mask of segments, which takes 1 GiB
-LIBRARY = "cudnn"  # of jax.nn; tests take its "xla", which computes the same anywhere
+# The implementation of jax.nn.dot_product_attention. Tests set "xla", which runs on all
+# platforms.
+LIBRARY = "cudnn"
 
 
 class CudnnSoftmax(NamedTuple):
@@ -60,10 +64,10 @@ class CudnnSoftmax(NamedTuple):
         if visibility.key_segments is not None and pairs > MOST_PAIRS:
             return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
         if settings.length_base or settings.length_scale or settings.scale is None:
-            return "its scale is one number for all rows"
+            return "it takes a scale that is one number for all rows"
         if value.shape[3] % key.shape[3]:
             return (
-                "its values are as wide as a key, or a multiple of that, got key "
+                "it takes values as wide as a key, or a multiple of that, got key "
                 f"{key.shape[3]} and value {value.shape[3]}"
             )
         left, right = visibility.window
@@ -73,7 +77,7 @@ class CudnnSoftmax(NamedTuple):
                 f"queries as keys, got ({left}, {right}), {query.shape[2]} and "
                 f"{visibility.length}"
             )
-        try:  # a gradient, since cuDNN supports fewer sizes in training
+        try:  # trace a gradient too, since cuDNN supports fewer sizes in training
             attend = partial(_both_maps, settings, visibility)
             jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
         except RuntimeError as error:  # the size is unsupported, or cuDNN is missing
@@ -90,7 +94,7 @@ class CudnnSoftmax(NamedTuple):
 def _attend_cudnn(
     settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """Return what `scores.rows.attend_rows` does for the weights of softmax."""
+    """Return the rows that `scores.rows.attend_rows` returns for softmax."""
     lam = operands.lam
     output = _both_maps(settings, operands.visibility, *operands[:3])
     if lam is not None:
@@ -108,8 +112,8 @@ def _both_maps(
 ) -> Float[Array, "B Nq T V"]:
     """Return the outputs of all query heads, before λ is applied.
 
-    jax.nn gives each key head a run of neighbouring query heads. So query heads are
-    sorted by key head, branch p and group g for the call.
+    In jax.nn the query heads of a key head are neighbours. So this function sorts query
+    heads by value head k, branch p and group g for the call.
     """
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
     (left, right), heads = visibility.window, {"k": kv_heads, "p": branches}

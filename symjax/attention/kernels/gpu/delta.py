@@ -1,15 +1,15 @@
 """The delta rule, with a decay for each head or each channel, on NVIDIA GPUs.
 
-Let P be the faded products of a chunk's keys with earlier keys of the chunk, S the
-state before the chunk, and X = v − k S (k faded from the start of the chunk). The error
-w_t of token t is its value minus what its key reads of the state before it, and the
-token writes u_t = β_t w_t:
+Let P be the products of a chunk's keys with earlier keys of the chunk, times the decay
+between the two tokens. Let S be the state before the chunk, and X = v − k S, with k
+times the decay from the start of the chunk. The error w_t of token t is its value minus
+what its key reads from the state before the token. The token writes u_t = β_t w_t:
 
     w + P β w = X,   so that   w = X − R β X   with the resolvent   R = P (I + β P)⁻¹
 
-The resolvents of blocks of 2, 4 … 64 tokens come from those of half the size: with C
-the pairs of P between two halves, R + (I − R β) C (I − β R). Where keys are nearly
-equal R β X cancels most of X, so these products keep 16 bits, as on a TPU.
+The resolvent of a block of 2, 4 … 64 tokens is computed from those of its halves: with
+C the pairs of P between the halves, it is R + (I − R β) C (I − β R). If keys are nearly
+equal, R β X cancels most of X. So these products keep 16 bits, as on a TPU.
 
 Forward has three kernels:
 
@@ -148,16 +148,20 @@ def _sums_blocks(log_decay: Float[Array, "B T K *H"], group: int) -> tuple[Any, 
 
 
 def _stages(log_decay: Float[Array, "B T K *H"]) -> int:
-    """Return how many chunks are loaded at a time into shared memory, of which smaller
-    GPUs have 99 KiB."""
+    """Return the number of chunks in shared memory at once.
+
+    Two chunks with decays per channel would not fit 99 KiB, which smaller GPUs have.
+    """
     return 2 if log_decay.ndim == 3 else 1
 
 
 def _state_columns(
     batch: int, count: int, heads: int, size: int, width: int, v: int, dtype: Any
 ) -> tuple:
-    """Return a result of `call_kernel`: states, of which a program has all rows and v
-    of the columns."""
+    """Return the entry for states in the `results` of `call_kernel`.
+
+    A program writes all rows and v columns of a state.
+    """
     block = all_states(count, size, v, first_block, same_block)
     return block, (batch, heads, count, size, width), dtype
 
@@ -178,7 +182,7 @@ def _resolve(key, sums, beta, resolvent):
 
 
 def _gated(sums: Any) -> Any:
-    """Return the module with the products of these decays."""
+    """Return the module for these decays, per head or per channel."""
     return gated_channels if _by_channel(sums) else gated
 
 

@@ -1,8 +1,9 @@
 """Gradients of the delta rule on NVIDIA GPUs, all chunks in parallel.
 
-With w the errors of tokens, u = β w what tokens write, and r the gradient of u, the
-gradient of values is β r, the gradient of β is r·w, and a key reads its state like a
-query whose output has the gradient −β r. `delta` has w and r, and the states.
+Let w be the errors of tokens, u = β w what tokens write, and r the gradient of u. The
+gradient of values is β r, and the gradient of β is r·w. A key reads its state like a
+query whose output has the gradient −β r. The kernels of `delta` compute w, r and the
+states.
 
 A program computes one chunk of one query head. With a decay for each head, one kernel
 writes all gradients (`_backward_chunk`). With a decay for each channel there are three
@@ -49,9 +50,9 @@ def gradients(
 ) -> tuple[Array, ...]:
     """Return the gradients of query, key, value, decay and β, all chunks in parallel.
 
-    Decays a head take one kernel. Decays a channel take three: one for values, β and
-    pairs (`_values_and_pairs`), and `channel_gradients` twice, for queries that read
-    the state and for keys that read it.
+    Decays per head take one kernel. Decays per channel take three: one for values, β
+    and pairs (`_values_and_pairs`), and `channel_gradients` twice, for queries that
+    read the state and for keys that read it.
 
     Args:
         after: the gradient of the state after each chunk.
@@ -136,7 +137,7 @@ def _write_values_and_beta(
     """Write the gradients of values and β.
 
     Returns:
-        What tokens write to the state, and the gradient of what keys read of it.
+        What tokens write to the state, and the gradient of what keys read from it.
     """
     dtype, strength = errors.dtype, beta[...][:, None]
     missed, changed = load_float32(errors), load_float32(written_gradient)
@@ -149,8 +150,14 @@ def _values_and_pairs(
     errors, beta, output_gradient, written_gradient,
     value_gradient, beta_gradient, written, erased, by_queries, by_keys,
 ):  # fmt: skip
-    """Write the gradients of values and β, what tokens write, the gradient of what keys
-    read, and the mirrored gradients of pairs of queries and keys, and of two keys."""
+    """Write what `channel_gradients` needs, and the gradients of values and β.
+
+    Args:
+        written: what tokens write.
+        erased: the gradient of what keys read from the state.
+        by_queries, by_keys: the mirrored gradients of the pairs of a query and a key,
+            and of two keys.
+    """
     u, e = _write_values_and_beta(
         errors, beta, written_gradient, value_gradient, beta_gradient
     )
@@ -166,9 +173,10 @@ def _backward_chunk(
 ):  # fmt: skip
     """Write the gradients of a chunk, with a decay for each head.
 
-    A decay's gradient is the sum over all that it multiplies: pairs of an earlier and a
-    later token, the state before the chunk as queries and keys read it, and keys on
-    their way to the state after the chunk. Channels go block by block.
+    The gradient of a decay has a term for each thing that it multiplies: pairs of an
+    earlier and a later token, the state before the chunk where queries and keys read
+    it, and what keys add to the state after the chunk. Channels are processed in
+    blocks.
     """
     written, erased = _write_values_and_beta(
         errors, beta, written_gradient, value_gradient, beta_gradient

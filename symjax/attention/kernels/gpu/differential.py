@@ -8,8 +8,8 @@ whether the kernels support a call (`GpuDifferential`) and defines the derivativ
 In one run on an H200 with B 4, T 4096, 16 heads with halves of 64 and values of 128,
 causal, bfloat16, forward and backward, these kernels took 2.75 ms
 (docs/performance.md has current figures). cuDNN, which computes two whole
-attentions, took 4.26 in one call and 5.46 in two; PyTorch's SDPA by cuDNN took 6.55 in
-four calls. Softmax with 16 heads of 128 took 2.16 by cuDNN.
+attentions, took 4.26 ms in one call and 5.46 ms in two. PyTorch's SDPA on cuDNN took
+6.55 ms in four calls. Softmax with 16 heads of 128 took 2.16 ms on cuDNN.
 
 Gradients of queries are added up in no fixed order, so two runs differ by rounding.
 There is no forward-mode derivative (`jax.jvp`) and no second derivative;
@@ -33,7 +33,7 @@ from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # head sizes that registers and shared memory are laid out for
-OFFSET = 64  # rows of a warpgroup
+OFFSET = 64  # causal offsets that are a multiple of this need no intervals
 # The kernel gives hidden pairs a large negative score. It is below all visible scores
 # if the scale is in this range.
 SCALES = 2.0**-60, 2.0**20
@@ -80,7 +80,8 @@ class GpuDifferential(NamedTuple):
             or not least <= (settings.scale or 0) <= most
         ):
             return (
-                f"its scale is one number for all rows, from {least:.0e} to {most:.0e}"
+                "it takes a scale that is one number for all rows, from "
+                f"{least:.0e} to {most:.0e}"
             )
         bounded = (
             visibility.window != (None, None) or visibility.key_segments is not None
@@ -105,7 +106,7 @@ class GpuDifferential(NamedTuple):
 def _attend_differential(
     interpret: Any, settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """Return what `scores.rows.attend_rows` does for two maps of softmax."""
+    """Return the rows that `scores.rows.attend_rows` returns for two softmax maps."""
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
     batch, length, heads, _ = query.shape
     lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
@@ -119,8 +120,9 @@ def _row_intervals(
 ) -> RowIntervals | None:
     """Return the interval of keys that each row sees, or None if the kernel needs none.
 
-    It needs none where rows see all keys, nor where they see all keys up to their own
-    position and blocks of keys on the diagonal are aligned with those of rows.
+    It needs none if rows see all keys. It also needs none if rows see all keys up to
+    their own position and the offset is a multiple of `OFFSET`, so that blocks of keys
+    on the diagonal are aligned with blocks of rows.
     """
     (left, right), runs = visibility.window, visibility.key_segments
     if runs is None and left is None:
@@ -187,8 +189,8 @@ def _differential_backward(
         products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
         return jnp.swapaxes(products.sum(axis=3), 1, 2)
 
-    # Without the barrier the gradient of one λ for all rows, a sum of this array, would
-    # read both of its factors again.
+    # If all rows share one λ, its gradient is the sum of this array. Without the
+    # barrier XLA would compute the array again for that sum.
     second_sums = jax.lax.optimization_barrier(row_sums(second))
     first_sums = row_sums(output) + lam * second_sums
     deltas = jnp.stack([first_sums, second_sums], axis=2).reshape(normaliser.shape)

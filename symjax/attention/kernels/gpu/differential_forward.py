@@ -35,7 +35,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.kernels.intervals import RowIntervals, blocks_of_rows
-from symjax.attention.kernels.operands import even
+from symjax.attention.kernels.operands import round_up
 
 ROWS = 64  # of a warpgroup, and of one product of tensor cores
 TILE = 2 * ROWS
@@ -87,7 +87,7 @@ def forward(
             *(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (rows, blocks))
         )
     arrays = *map(join_heads, (query, key, value)), pad_to_tiles(lam), limits
-    shape = batch, even(length, EIGHT), heads * program.width
+    shape = batch, round_up(length, EIGHT), heads * program.width
     output = jax.ShapeDtypeStruct(shape, value.dtype)
     normaliser = jax.ShapeDtypeStruct((batch, 2 * heads, padded), jnp.float32)
     results = gpu.kernel(
@@ -107,7 +107,7 @@ def forward(
 
 
 class Limits(NamedTuple):
-    """The keys that rows see where these are an interval for each row."""
+    """Intervals of keys that rows see, and the blocks of keys that tiles visit."""
 
     rows: Any  # [B 2 T]: the first key of each row, and the one after its last key
     blocks: Any  # [B 4 tiles]: as `blocks_of_rows` returns them
@@ -146,8 +146,8 @@ class KeyBlocks(NamedTuple):
     """
 
     end: Any  # the block after the first that is visited
-    opened: Any  # visits before the first without a mask, 1 at least
-    clear: Any  # visits before the last ones, which have a mask
+    opened: Any  # number of visits before the first without a mask, 1 at least
+    clear: Any  # number of visits before the last ones, which have a mask
     count: Any  # visits in all
 
 
@@ -201,8 +201,8 @@ class ForwardProgram:
     def place(self) -> tuple[Any, Any, Any]:
         """Return the example, head and tile of this program.
 
-        `concurrent` heads come together. Among them the tiles that see most keys come
-        first.
+        The grid is in groups of `concurrent` heads. In a group the tiles that see most
+        keys come first.
         """
         number, each = lax.axis_index("program"), self.tiles * self.concurrent
         rest = lax.rem(number, each)

@@ -5,9 +5,9 @@ With the gradient dO of the output O₁ − λ O₂, Dᵢ = dO·Oᵢ and weights
     dP = dO Vᵀ,  dS₁ = P₁ (dP − D₁),  dS₂ = −λ P₂ (dP − D₂)
     dQᵢ = dSᵢ Kᵢ,  dKᵢ = dSᵢᵀ Qᵢ,  dV = (P₁ − λ P₂)ᵀ dO
 
-dP and dV are common to both maps. Counted in products of 128 numbers for each pair of a
-query and a key, this pass takes five: scores, dP, dV, dQ and dK. Two passes, one for
-each map, would take seven.
+dP and dV are common to both maps. Counted in products of vectors of 128 numbers, this
+pass takes five for each pair of a query and a key: scores, dP, dV, dQ and dK. Two
+passes, one for each map, would take seven.
 
 A program computes the gradients of `BLOCK` keys of one value head. It goes over the
 queries that see them, `STEP` at a time, with scores transposed (keys are rows). It has
@@ -17,8 +17,8 @@ three warpgroups: two compute `KEYS` keys each, and one loads.
 - Shared memory holds the keys and values of the block, `SLOTS` steps of queries, of dO
   and of numbers for each query, and dS of both maps (`Scratch`).
 - Global memory collects the gradients of queries in float32. Each warpgroup adds those
-  of one map, one step late, in the order in which programs arrive, so two runs differ
-  by rounding.
+  of one map, one step later. The order of programs is not fixed, so two runs differ by
+  rounding.
 
 The pass recomputes scores and weights from the normalisers that the forward pass
 stored. D reads outputs as they were rounded, as in FlashAttention-2. So the gradients
@@ -55,7 +55,7 @@ from symjax.attention.kernels.gpu.differential_forward import (
     split_heads,
 )
 from symjax.attention.kernels.intervals import RowIntervals, blocks_of_keys
-from symjax.attention.kernels.operands import even
+from symjax.attention.kernels.operands import round_up
 
 KEYS = 64  # of a warpgroup
 BLOCK = 2 * KEYS  # keys of a program
@@ -111,7 +111,7 @@ def backward(
     )
     tiled = partial(gpu.SMEM, dtype=dtype, transforms=TILES)
     sums = gpu.SMEM((2, 2, STEP, size), jnp.float32, transforms=WIDE_TILES)
-    rows = even(keys, EIGHT)
+    rows = round_up(keys, EIGHT)
     gradients = gpu.kernel(
         program,
         out_type=[
@@ -145,7 +145,8 @@ def backward(
         limits,
         total,
     )
-    # The type of a reference cannot vary over a mesh, so `vary_alike` restores that.
+    # References lose the mesh axes over which an array varies; `vary_alike` restores
+    # them.
     key_gradient, value_gradient, total, _ = vary_alike(
         (*gradients, total[...], output_gradient)
     )

@@ -20,7 +20,7 @@ from symjax.attention.core.sequence import starts
 from symjax.attention.kernels.gpu.chunks import BLOCK, CHUNK, SIZES, iota, pad_to_chunks
 from symjax.attention.kernels.operands import VisibleTokens
 
-ROUNDING = 2.0**-10  # of a weight of bounded features, which are rounded to TF32
+ROUNDING = 2.0**-10  # rounding error of a weight of bounded features in TF32
 
 
 def rounded(x: Array) -> Array:
@@ -98,9 +98,10 @@ def mean_weights(
 def visible_in_chunk(
     query_segment: Any, key_segment: Any
 ) -> tuple[Array, Array, Array, Array]:
-    """Return who sees whom in the chunk of this program.
+    """Return which rows see which keys in the chunk of this program.
 
-    Kernels select by these masks and never multiply by 0: what is hidden may be NaN.
+    Kernels select by these masks and never multiply by 0, since hidden numbers may be
+    NaN.
 
     Returns:
         pairs: [CHUNK CHUNK], whether a row sees a key of the chunk.
@@ -150,10 +151,11 @@ class FeatureForm(NamedTuple):
 
         Args:
             highest: the exponents that key weights are relative to.
-            shift: the largest of x + highest in each row, so that weights are at most
-                1; the divisor of the row without exponents.
+            shift: with exponents, the largest x + highest of each row, so that weights
+                are at most 1; otherwise the divisor of the row.
         """
-        # The shift is such a sum itself, so this order makes the largest weight 1.
+        # The shift is itself a sum x + highest. So this order of operations makes the
+        # largest weight exactly 1.
         if self.exponents:
             return jnp.exp((x + highest) - shift)
         return self.features_of(x) / shift
@@ -173,7 +175,7 @@ class FeatureForm(NamedTuple):
         """
         if self.exponents:
             return change * row
-        # Small factors meet large ones first, so that products stay in float32.
+        # Small factors are multiplied by large ones first, which avoids underflow.
         return change * inverse * self._slope(x) / shift
 
     def key_gradient(self, change: Array, x: Array, weights: Array) -> Array:
@@ -184,14 +186,14 @@ class FeatureForm(NamedTuple):
         return jax.jvp(self.features_of, (x,), (jnp.ones_like(x),))[1]
 
     def inverse(self, denominator: Array) -> Array:
-        """Return 1 / denominator, and 0 for rows whose denominator is only rounding.
+        """Return 1 / denominator, or 0 if rounding errors could be as large as it.
 
-        Such rows see no key, or have lost all of their keys to underflow.
+        Such rows see no key, or the weights of all their keys underflow.
         """
         least = UNDERFLOW if self.exponents else jnp.finfo(jnp.float32).tiny
         least = ROUNDING if self.bounded else least
         return jnp.where(denominator < least, 0.0, 1 / denominator)
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:
-        """Return the largest exponents along an axis, and so far."""
+        """Return the largest of x along an axis and of `so_far`, for exponents."""
         return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far

@@ -13,10 +13,10 @@ by blocks of `BLOCK`:
   stored shifts and denominators, and reads the stored scores.
 
 Features may be given as exponents (`FeatureForm`). The weights of a row then are
-relative to its shift: the largest sum of an exponent of the query and the same exponent
-of the state or of any key of the chunk. This may be a key after the row, so that the
-keys which the row sees may underflow. The denominator of such a row is tiny, which
-tells the caller to compute it again.
+relative to its shift. The shift is the largest sum, over features, of the exponent of
+the query and the exponent of the state or of any key of the chunk. This key may come
+after the row, and then the keys that the row sees may underflow. The denominator of
+such a row is tiny, which tells the caller to compute the row again.
 """
 
 from functools import partial
@@ -80,7 +80,7 @@ def forward(
     A row that sees nothing is 0. T is a multiple of `CHUNK`, and M of a block.
 
     Args:
-        keep: whether to return residuals; else None.
+        keep: whether to return residuals, or None in their place.
     """
     batch, length, heads, size = query.shape
     width, group = value.shape[3], heads // key.shape[2]
@@ -129,8 +129,8 @@ def _forward_chunk(
 ):  # fmt: skip
     """Write the output, shifts and denominators of a chunk.
 
-    A block of features that raises the shift of a row rescales what the row has so far,
-    as online softmax does.
+    If a block of features raises the shift of a row, the sums of the row so far are
+    rescaled, as in online softmax.
     """
     pairs, reaches, _, continues = visible_in_chunk(query_segment, key_segment)
     block = min(BLOCK, query.shape[1])
@@ -174,9 +174,10 @@ def _forward_chunk(
 def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
     """Return the shift of each row before the first block of features.
 
-    It is −∞ for exponents. For features that are never negative it is the divisor of
-    the row, the largest feature of the query: products of features would leave float32
-    long before the features do. The divisor cancels in the output.
+    It is −∞ for exponents, and 1 for bounded features. For other features it is the
+    divisor of the row, the largest feature of the query. The divisor cancels in the
+    output. Without it products of features would overflow or underflow long before the
+    features do.
     """
     if form.exponents:
         return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
@@ -242,8 +243,9 @@ def _backward_chunk(
     """Write the gradients of a chunk.
 
     The program loads queries, keys and values block by block, some of them twice, since
-    registers do not hold all of them. It scales the output's gradient by the power of
-    two in 1 / denominator first: products with features alone could leave float32.
+    registers do not hold all of them. It first scales the output's gradient by the
+    power of two in 1 / denominator. Otherwise its products with features could overflow
+    or underflow.
 
     Args:
         mean: Σ output · its gradient of each row.
@@ -314,9 +316,9 @@ def _backward_chunk(
 
 
 def _split_power(x: Array) -> tuple[Array, Array]:
-    """Split x ≥ 0 into a power of two, which rounds no product, and the other factor.
+    """Split x ≥ 0 into a power of two, whose products are exact, and the other factor.
 
-    The factor is in [1, 2), or 0 where x is 0.
+    The other factor is in [1, 2), or 0 where x is 0.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
     power = jax.lax.bitcast_convert_type(bits, jnp.float32)

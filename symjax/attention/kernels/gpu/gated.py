@@ -1,4 +1,4 @@
-"""Gated linear attention with one decay a head, forward and backward, on NVIDIA GPUs.
+"""Gated linear attention with a decay for each head, on NVIDIA GPUs.
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ,   out_t = q_t S_t
 
@@ -7,7 +7,7 @@ the state after each chunk. The two kernels here run all chunks in parallel. A p
 computes one chunk of one query head:
 
 - forward (`_forward_chunk`): its rows of the output, from the state before the chunk
-  and from the scores of its pairs, which are stored for the backward pass;
+  and from the scores of its pairs. The scores are stored for the backward pass;
 - backward (`_backward_chunk`): the gradients of its queries, keys, values and decays.
 
 The backward pass recomputes the decays. It reads the states and the scores that the
@@ -144,9 +144,9 @@ def _backward_chunk(
 ):  # fmt: skip
     """Write the gradients of a chunk.
 
-    A decay's gradient is the sum over all that it multiplies: pairs of an earlier and a
-    later token, the state before the chunk as queries read it, and keys on their way to
-    the state after the chunk.
+    The gradient of a decay has a term for each thing that it multiplies: pairs of an
+    earlier and a later token, the state before the chunk where queries read it, and
+    what keys add to the state after the chunk.
 
     Args:
         before, after: the state before the chunk; the gradient of the state after it.
@@ -171,7 +171,8 @@ def pair_gradients(
     sums: Any,
     distance: int = 0,
 ) -> tuple[Float[Array, "CHUNK CHUNK"], Float[Array, " CHUNK"]]:
-    """Return the gradients of the products q_t·k_s and of the decays by pairs.
+    """Return the gradients of the products q_t·k_s, and what pairs of tokens add to the
+    gradients of decays.
 
     Args:
         distance: the least distance of a pair in tokens, as in `pair_decays`.
@@ -193,8 +194,8 @@ def reading_gradients(
     sums: Any,
     before: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """Return the gradients of queries, and of the decays by what queries read of the
-    state before the chunk."""
+    """Return the gradients of queries, and what reading the state before the chunk adds
+    to the gradients of decays."""
     found = dot(output_gradient, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
     read = (found * load_float32(query)).sum(axis=1)
     by_decays = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)
@@ -208,8 +209,8 @@ def writing_gradients(
     before: Any,
     after: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """Return the gradients of keys and of decays by the state after the chunk, whose
-    gradient is `after`."""
+    """Return what the state after the chunk, whose gradient is `after`, adds to the
+    gradients of keys and of decays."""
     found = dot(written, after[...], BY_LAST) * decay_to_end(sums)
     joined = (found * load_float32(key)).sum(axis=1)
     by_decays = jnp.where(iota(0) > iota(1), joined[None, :], 0.0).sum(axis=1)

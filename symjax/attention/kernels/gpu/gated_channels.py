@@ -1,11 +1,12 @@
 """Gated linear attention with a decay for each channel, on NVIDIA GPUs.
 
 The passes are those of `gated`. The scores of a chunk's pairs differ: with a decay for
-each channel they are no product of q kᵀ and decays. So pairs are split by level, as in
-a merge sort. The level of a pair is the highest bit in which its two times differ. A
-pair decays from the key to the boundary between them, and from there to the query. At
-one level a token is either before its boundary or after it, so that it needs one
-exponential a channel, and one matrix x is both operands of the product:
+each channel they are not the product of a score q·k and one decay. So pairs are split
+by level, as in a merge sort. The level of a pair is the highest bit in which its two
+times differ, so that they are in different halves of a block of tokens. The decay of a
+pair is the decay from the key to the boundary of the halves, times the decay from there
+to the query. At one level a token is either before its boundary or after it. So it
+needs one exponential per channel, and one matrix x is both operands of the product:
 
     x_t = (q_t or k_t) · (the decay between t and its boundary),   scores = x xᵀ
 
@@ -67,7 +68,7 @@ def _forward_chunk(query, key, value, sums, before, output, stored_scores):
 def write_output(
     query, key, written: Array, sums, before, output, stored_scores
 ) -> None:
-    """Write the output and the scores of a chunk, as `gated.write_output`."""
+    """Write the output and the scores of a chunk, as `gated.write_output` does."""
     dtype = written.dtype
     scores = pair_scores(query, key, sums)
     stored_scores[...] = scores.astype(dtype)
@@ -107,7 +108,7 @@ def _faded_to_boundary(
     query, key, sums, level: Any, at: Any
 ) -> tuple[Array, Array, Array]:
     """Return x [CHUNK channels], its decays, and whether each token is after its
-    boundary [CHUNK 1], so that its query is in x and not its key.
+    boundary [CHUNK 1]. If so, x has its query, and otherwise its key.
 
     The indices of all loads depend on the level. Otherwise the compiler moves the loads
     out of the loop over levels, where they occupy registers.
@@ -170,7 +171,7 @@ def backward(
 def _values_and_scores(
     key, value, sums, output_gradient, scores, after, value_gradient, scores_gradient
 ):  # fmt: skip
-    """Write the gradients of values, and of scores as `mirrored_gradients`.
+    """Write the gradients of values, and those of scores by `mirrored_gradients`.
 
     Args:
         after: the gradient of the state after the chunk.
@@ -194,8 +195,7 @@ def _values_and_scores(
 def mirrored_gradients(
     output_gradient: Float[Array, "CHUNK V"], value: Float[Array, "CHUNK V"]
 ) -> Float[Array, "CHUNK CHUNK"]:
-    """Return the gradients of scores as a symmetric matrix: above the diagonal are the
-    gradients of the same pairs."""
+    """Return the gradients of scores below the diagonal, and mirrored above it."""
     below = dot(output_gradient, value, BY_LAST)
     above = dot(value, output_gradient, BY_LAST)
     return jnp.where(iota(0) >= iota(1), below, above).astype(output_gradient.dtype)
@@ -255,11 +255,11 @@ def channel_gradients(
 
 
 def _level_tables(dtype: Any) -> tuple[Array, Array]:
-    """Return 0/1 matrices for each level: its pairs of tokens, and the decays u that
-    each token t passes on the way to its boundary.
+    """Return 0/1 matrices for each level: its pairs of tokens, and which decays u are
+    between each token t and its boundary.
 
-    The second table [LEVELS + 2, u, t] has two more: u ≤ t for the way from the start
-    of the chunk, and u > t for the way to its end.
+    The second table [LEVELS + 2, u, t] has two more: u ≤ t for decays from the start of
+    the chunk, and u > t for decays to its end.
     """
     u, t = np.arange(CHUNK)[:, None], np.arange(CHUNK)
     pairs, passed = [], []
@@ -277,8 +277,9 @@ def _channels(
 ):  # fmt: skip
     """Write the gradients of queries, keys and decays for one block of channels.
 
-    A decay's gradient is the sum of x · (the gradient of x) over the tokens that pass
-    it. No two sums are subtracted, and a decay of 0 has the gradient 0.
+    The gradient of a log-decay is the sum of x · (the gradient of x) over the tokens
+    whose factor in x includes that decay. Sums are never subtracted, which would lose
+    digits, and a decay of 0 has the gradient 0.
     """
     size, width, dtype = query.shape[1], value.shape[1], value.dtype
     time, last = jax.lax.iota(jnp.int32, CHUNK), sums[CHUNK - 1, :]

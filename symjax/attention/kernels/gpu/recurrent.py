@@ -4,8 +4,8 @@ An adapter makes the arrays of the kernels from the arrays of a call: hidden tok
 0, and time is padded to whole chunks.
 
 Features that are exponentials may underflow in a row if a later key of its chunk is
-much larger than all keys that the row sees. Such rows are computed again by the
-fallback, one chunk after the other (`core.underflow`).
+much larger than all keys that the row sees. The fallback computes such rows again, one
+chunk after the other (`core.underflow`).
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ from symjax.attention.kernels.operands import (
 class GpuFeatures(NamedTuple):
     """Performer, linear and cosine attention, with bfloat16 operands.
 
-    Features are bounded or never negative. Elementwise features are computed in the
-    kernels; all others are computed by XLA in float32.
+    Features are bounded or never negative. The kernels compute elementwise features if
+    these fill whole blocks. XLA computes all others in float32.
     """
 
     recurrence: Any
@@ -87,11 +87,11 @@ class GpuFeatures(NamedTuple):
 class GpuDecay(NamedTuple):
     """Linear attention with a decay per head or per channel, with bfloat16 operands.
 
-    The kernels keep states and sums of log-decays in bfloat16.
+    The kernels store states in bfloat16, and sums of log-decays in float32.
 
     In one run on an H200, 4 rows of 4096 tokens, 16 heads of 128, forward and backward
-    took 2.8 ms with a decay per channel and 1.0 ms with a decay per head, in XLA 24 and
-    2.4 ms (docs/performance.md has current figures).
+    took 2.8 ms with a decay per channel and 1.0 ms with a decay per head. XLA took 24
+    and 2.4 ms (docs/performance.md has current figures).
     """
 
     recurrence: Any
@@ -113,8 +113,8 @@ class GpuDecay(NamedTuple):
 class GpuDelta(NamedTuple):
     """The delta rule, with bfloat16 operands.
 
-    In one run on an H200, with the arrays of `GpuDecay`, it took 1.9 ms, and 5.6 ms
-    with a decay per channel, in XLA 12 and 27 ms.
+    In one run on an H200, with the sizes given in `GpuDecay`, it took 1.9 ms, and 5.6
+    ms with a decay per channel. XLA took 12 and 27 ms.
     """
 
     recurrence: Any
@@ -187,7 +187,7 @@ def _feature_operands(
 def _rows_and_underflow(
     maps: Features, interpret: Any, constants: tuple, inputs: tuple
 ) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
-    """Return rows, and which of them see a key but underflow."""
+    """Return the rows, and which of them see a key but underflow."""
     tokens, parameters = _tokens_of(constants, inputs)
     operands = _feature_operands(maps, interpret, tokens, parameters)
     rows, denominator = cast(tuple, _attend_features(*operands))
@@ -208,7 +208,7 @@ def _exact_rows(
 
 
 def _tokens_of(constants: tuple, inputs: tuple) -> tuple[Tokens, Any]:
-    """Return the arrays of a call, as fallbacks take them."""
+    """Return the arguments of the fallback."""
     (mask, segment_ids), (query, key, value, parameters) = constants, inputs
     return Tokens(query, key, value, (), mask, segment_ids), parameters
 

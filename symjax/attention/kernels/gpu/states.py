@@ -1,11 +1,10 @@
 """State passes of normalised linear attention on NVIDIA GPUs: its sequential part.
 
-`states_before` has the state before each chunk. The same pass in reverse time,
-`states_after`, gives the gradient of the state after each chunk.
+`states_before` returns the state before each chunk. `states_after` returns the gradient
+of the state after each chunk, by the same pass in reverse time.
 
 A program holds one block of a head's state in registers, `BLOCK` rows and columns at
-most, and visits the chunks in order. It writes the state that it finds before it adds a
-chunk.
+most, and visits the chunks in order. It writes the block before it adds a chunk.
 """
 
 from functools import partial

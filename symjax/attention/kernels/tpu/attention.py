@@ -1,8 +1,8 @@
-"""Softmax and differential attention on a kernel for TPUs.
+"""Adapter of the TPU kernels for softmax and differential attention.
 
-Forced by `implementation="tpu"` it is interpreted on other machines, slowly, which
-serves to check it. Like the ring, it has no forward-mode derivative (`jax.jvp`), and no
-second one; `implementation="rows"` has both.
+`implementation="tpu"` interprets the kernels on other machines, for tests; that is
+slow. Like the ring, they have no forward-mode derivative (`jax.jvp`) and no second
+derivative. `implementation="rows"` has both.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
-WIDEST = 2**14  # lanes of all queries of a key head, whose gradients are in VMEM
+WIDEST = 2**14  # lanes of the queries that share a key head; VMEM has their gradients
 
 
 class TpuSoftmax(NamedTuple):
@@ -31,7 +31,7 @@ class TpuSoftmax(NamedTuple):
         query, _, value, bias, slopes, _, _, known, adjustment = operands
         settings = self.settings
         if backend() == "tpu" and not on_tpu():
-            return "it needs a TPU of v4 or later, without jax's types of 64 bits"
+            return "it needs a TPU of v4 or later, and jax_enable_x64 off"
         if backend() == "tpu" and split_by_xla():
             return "XLA cannot split it over devices: call it in a jax.shard_map"
         if backend() != "tpu" and varying(operands[:3]):
@@ -40,7 +40,7 @@ class TpuSoftmax(NamedTuple):
         if not dtypes <= {"bfloat16", "float32"}:
             return f"it takes bfloat16 and float32, got {', '.join(sorted(dtypes))}"
         if bias is not None or slopes is not None:
-            return "it adds no bias and no alibi"
+            return "it takes no bias and no alibi"
         if adjustment is not None:
             return "it takes no log_decay and no sink"
         if known.mask is not None and known.mask.shape[1:3] != (1, 1):
@@ -48,27 +48,29 @@ class TpuSoftmax(NamedTuple):
         if not known.consecutive:
             return "it takes rows that follow each other, without positions"
         if settings.scale is None:
-            return "its scale is a number, not an array"
+            return "it takes a scale that is a number, not an array"
         if settings.length_scale is not None:
             return "it takes no length_scale"
         if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
-            return f"its heads have at most {LARGEST_HEAD} numbers, got {size}"
+            return f"it takes heads of at most {LARGEST_HEAD} dimensions, got {size}"
         lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
         if lanes > WIDEST:
-            return f"the queries of a key take at most {WIDEST} lanes, got {lanes}"
+            return (
+                "for the queries of a key head it takes at most "
+                f"{WIDEST} lanes, got {lanes}"
+            )
         return None
 
     def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
         return _attend(self.interpret or backend() != "tpu", self.settings, operands)
 
 
-@on_any_mesh(
-    "interpret", "settings", specs=rows_spec
-)  # outside jit it compiles once a shape
+# Outside `jax.jit` it compiles once for each shape.
+@on_any_mesh("interpret", "settings", specs=rows_spec)
 def _attend(
     interpret: Any, settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """`attend_rows` for the weights of softmax, by the kernel."""
+    """Return the rows that `scores.rows.attend_rows` returns for softmax."""
     known, lam = operands.visibility, operands.lam
     mask = known.mask
     if mask is not None:

@@ -26,9 +26,12 @@ def row_sums(
     second: Float[Array, "B T N*V"] | None,
     lam: Float[Array, "B N 1 T"] | None,
 ) -> Float[Array, "B N maps T"]:
-    """Σ_s w dw of every row and map, w its weights and dw their gradients, which is
-    Σ change · output: of the first map change · (output + λ second)."""
-    size = tiles.even(plan.length, plan.block)
+    """Return Σ_s w dw of every row and map, with its weights w and their gradients dw.
+
+    The sum equals change · (the output of the map). The output of the first map is
+    output + λ second. The sums of the second map are without its factor −λ.
+    """
+    size = tiles.equal_block(plan.length, plan.block)
 
     def rows(b, n, i):
         return b, n, i
@@ -73,8 +76,13 @@ def backward(
     sums: Float[Array, "B N maps T"],
     dtypes: list,
 ) -> list[Array]:
-    """Gradients of query, key and value in these dtypes, shaped as in `operands`."""
-    size, keys = (tiles.even(x, plan.block) for x in (plan.length, plan.keys))
+    """Return the gradients of query, key and value, in the layout of `operands`.
+
+    Args:
+        sums: what `row_sums` returns.
+        dtypes: of the three gradients.
+    """
+    size, keys = (tiles.equal_block(x, plan.block) for x in (plan.length, plan.keys))
     wide = operands.query.dtype.itemsize + jnp.dtype(dtypes[0]).itemsize
     row = plan.query_width * wide + plan.value_size * change.dtype.itemsize
     held = attention_plan.held(plan, plan.length, size, row)
@@ -90,7 +98,8 @@ def backward(
     def columns(b, k, j, g, i, scalars):
         return b, k, j
 
-    def finished(b, k, j, g, i, scalars):  # nothing is written before the last keys
+    # Gradients of queries are complete only after the last block of keys.
+    def finished(b, k, j, g, i, scalars):
         last = jnp.where(j == count - 1, 1, 0)
         return b, k * plan.groups + g * last, i * last
 
@@ -148,10 +157,10 @@ def _kernel(
     key_sum,
     value_sum,
 ) -> None:
-    """A block of keys against the resident rows of a head that may see them.
+    """Add up the gradients of a block of keys and of the rows in VMEM that see it.
 
-    Pairs are [keys rows]: what belongs to a row lies along lanes then, and only the
-    product for the queries needs a transpose.
+    Matrices of pairs are [keys rows]. So numbers per row are along lanes, and only the
+    product for the gradient of queries needs a transpose.
     """
     example, block, group, stretch = (pl.program_id(i) for i in (0, 2, 3, 4))
     keys, held = given.key.shape[0], given.query.shape[0] // size
@@ -172,17 +181,17 @@ def _kernel(
     def step(i, masked: bool) -> None:
         at = pl.ds((i - stretch * held) * size, size)
         key, value = given.key[...], given.value[...]
-        query, grown, seen = given.query[at, :], change[at, :], None
+        query, row_change, seen = given.query[at, :], change[at, :], None
         if masked:
             row, column = i * size, block * keys
             key, value = (
                 attention_plan.within(x, column, plan.keys) for x in (key, value)
             )
-            query, grown = (
-                attention_plan.within(x, row, plan.length) for x in (query, grown)
+            query, row_change = (
+                attention_plan.within(x, row, plan.length) for x in (query, row_change)
             )
             seen = _seen(plan, given, at, row, column, scalars[scalars.shape[0] - 1])
-        weights_change = tiles.product(value, grown, tiles.ACROSS)
+        weights_change = tiles.product(value, row_change, tiles.ACROSS)
         for x in range(plan.maps):
             own_query = attention_plan.part(query, plan.head_size, x)
             own_key = attention_plan.part(key, plan.head_size, x)
@@ -200,8 +209,8 @@ def _kernel(
             query_sum[group, pl.ds(i * size, size), lanes] += tiles.product(
                 scores_change, own_key, tiles.TURNED
             )
-        combined = _only(seen, combined).astype(grown.dtype)
-        value_sum[...] += tiles.product(combined, grown, tiles.PLAIN)
+        combined = _only(seen, combined).astype(row_change.dtype)
+        value_sum[...] += tiles.product(combined, row_change, tiles.PLAIN)
 
     bounds = visits.bounds(scalars, example, block)
     attention_plan.visit(bounds, stretch * held, (stretch + 1) * held, step)
@@ -226,11 +235,12 @@ def _weights(
     key: Array,
     normaliser,
 ) -> Float[Array, "k r"]:
-    """Return the weights of map x; those of the second map are times −λ."""
+    """Return the weights of map x. Those of the second map are multiplied by −λ."""
     scores = tiles.product(key, query, tiles.ACROSS) * (plan.scale * LOG2E)
     if given.factor is not None:
         scores *= given.factor[:, at]
-    # Scores of 1e9 round here and in the forward kernel apart, by more than exp2 holds.
+    # Scores of 1e9 are rounded differently here and in the forward kernel. Without the
+    # minimum exp2 of the difference could overflow.
     weights = jnp.exp2(jnp.minimum(scores - normaliser[x : x + 1, at], 0))
     return weights * -given.lam[:, at] if x == 1 else weights
 

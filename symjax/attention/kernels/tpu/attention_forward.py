@@ -23,9 +23,14 @@ EMPTY = -1e30  # the running max of a row that has seen no key
 def forward(
     plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
 ) -> tuple[Array, Array | None, Float[Array, "B N maps T"]]:
-    """The outputs [B T N·V], those of the second map alone, and the normaliser of
-    every row and map: the logarithm to base 2 of its sum of exp(score)."""
-    size, keys = (tiles.even(x, plan.block) for x in (plan.length, plan.keys))
+    """Return the outputs and what the backward kernel needs.
+
+    Returns:
+        output: [B T N·V].
+        second: [B T N·V], the outputs of the second map alone; None for one map.
+        normaliser: log₂ Σ exp(score) of every row and map.
+    """
+    size, keys = (tiles.equal_block(x, plan.block) for x in (plan.length, plan.keys))
     row = plan.key_width * operands.key.dtype.itemsize
     row += plan.value_size * operands.value.dtype.itemsize
     held = attention_plan.held(plan, plan.keys, keys, row)
@@ -91,8 +96,10 @@ def _kernel(
     denominator,
     numerator,
 ) -> None:
-    """A block of rows against the resident keys. The denominator is kept as 128
-    partial sums a row, which are added at the end."""
+    """Attend from a block of rows to the keys in VMEM.
+
+    The denominator of a row is kept as 128 partial sums, which are added at the end.
+    """
     example, block, stretch = (pl.program_id(i) for i in (0, 2, 3))
     size, held = given.query.shape[0], given.key.shape[0] // keys
 

@@ -4,28 +4,34 @@ Forward kernel: one program handles a block of rows and visits the blocks of key
 the rows see. It keeps a running maximum m of the scores, the sum of exp(score − m) and
 the values weighted by exp(score − m); both sums are rescaled when m grows (online
 softmax, Milakov & Gimelshein 2018, arXiv:1805.02867). It saves the output and the
-normaliser log Σ exp(score) of every row.
+normaliser log₂ Σ exp(score) of every row.
 
 Backward kernel: one program handles a block of keys and visits the blocks of rows that
 see them. It computes the weights again from the normaliser (Dao et al. 2022,
-arXiv:2205.14135, algorithm 4). Gradients of keys and values are summed in VMEM over the
-rows, those of all queries over the keys. The row sums Σ gradient · output use the
-rounded output, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). So in bfloat16, if
-all values share a large mean, the gradients of queries and keys lose digits
-(docs/performance/gpu.md has figures).
+arXiv:2205.14135, algorithm 4). VMEM holds the sums over rows of the gradients of keys
+and values, and the sums over keys of the gradients of queries. The row sums
+Σ gradient · output use the rounded output, as in FlashAttention-2 (Dao 2023,
+arXiv:2307.08691). So in bfloat16, if all values share a large mean, the gradients of
+queries and keys lose digits (docs/performance/gpu.md has figures).
 
 One pass over the keys computes both maps of differential attention. Heads that are
 whole tiles of 128 lanes are read in the layout of the projections, [B T N·H], without a
 transposed or repeated copy.
 
-Compared, for B 4, T 4096, N 16 on a v5e, causal, bfloat16, forward + backward, in
-millions of cycles: these kernels have 3.2 + 7.0 for softmax with heads of 128, 6.2 +
-10.9 for differential V1 with halves of 64 and values of 128, counted from the bundles
-that the compiler schedules; jax's splash kernel 12.2 and, with repeated values, 24.9;
-blocks of rows in XLA (`attend_rows`) 41 to 118 and 166 to 335. FLOPs at peak: 7.3.
-Splash has one map a call and no length scale; tokamax's attention for TPU is a splash
-kernel that is chosen by the default device, not at lowering, and it needs Python 3.12;
-cuDNN's is for GPUs.
+Costs in millions of cycles, for B 4, T 4096, N 16 on a v5e, causal, bfloat16. Softmax
+has heads of 128; differential V1 has halves of 64 and values of 128. Those of these
+kernels are forward + backward, counted from the bundles that the compiler schedules.
+The FLOPs of softmax at peak speed take 7.3.
+
+|                              | softmax   | differential V1             |
+|------------------------------|-----------|-----------------------------|
+| these kernels                | 3.2 + 7.0 | 6.2 + 10.9                  |
+| jax's splash kernel          | 12.2      | 24.9, with repeated values  |
+| rows in XLA (`attend_rows`)  | 41 to 118 | 166 to 335                  |
+
+Splash computes one map per call and has no length scale. The TPU attention of tokamax
+is a splash kernel. It is chosen by the default device, not at lowering, and it needs
+Python 3.12.
 """
 
 from functools import partial
@@ -68,25 +74,26 @@ def attend_in_tiles(
     gradients: int = 2**25,
     interpret: Any = False,
 ) -> Float[Array, "B T N V"]:
-    """`attend_rows` for the weights of softmax, on a TPU.
+    """Return the rows that `attend_rows` returns for softmax, from the TPU kernels.
 
     With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
-    w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Products are of the
-    operands as they are (float32 ones with all their bits), scores and sums are
-    float32, and a score below −7e29 counts as none. Blocks of keys that no row of a
-    block sees cost nothing.
+    w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Operands of products
+    keep their dtype, and float32 products keep all bits. Scores and sums are float32. A
+    key with a score below −7e29 counts as hidden. Blocks of keys that no row of a block
+    sees cost nothing.
 
-    Time O(T S (H + V)) a head, half of it if causal; memory O(T + S) a head.
+    Time O(T S (H + V)) per head, half of it if causal; memory O(T + S) per head.
 
     Args:
         window: how many keys before and after its own position a row may see.
-        mask: the keys that exist; the others are finite, as are their values.
-        runs: the number of each key's segment, non-decreasing; rows have the runs of
-            the keys at their positions.
+        mask: whether each key is visible. Hidden keys and values have to be finite.
+        runs: the number of each key's segment, non-decreasing. A row is in the segment
+            of the key at its position.
         first: the position of row 0, S − T by default.
-        block: rows and keys of a block; at most `resident` of them stay in VMEM, and so
-            many bytes of the queries' gradients. 512 × 512 keep the MXU of a v5e busy
+        block: rows and keys of a block, at most. 512 × 512 keep the MXU of a v5e busy
             for 81 to 95 % of a step.
+        resident: rows or keys in VMEM at once, at most.
+        gradients: bytes of the queries' gradients in VMEM, at most.
         interpret: run on any machine, slowly: True, or pltpu.InterpretParams.
     """
     length, keys = query.shape[1], key.shape[1]
@@ -170,13 +177,13 @@ def with_limits(
     length_base: float | None,
     by_row: bool,
 ) -> AttentionOperands:
-    """Return the operands for rows that see less than the window.
+    """Return the operands for rows that do not see all keys in the window.
 
     Args:
-        by_row: pass the interval of keys of every row.
+        by_row: whether kernels need the interval of keys of every row.
     """
     factor = None
-    if length_base:  # float64 in a program that has it, which kernels do not
+    if length_base:  # may be float64, which kernels do not have
         factor = log_scale(count, length_base)[:, None].astype(jnp.float32)
     return operands._replace(
         factor=factor,
@@ -193,7 +200,7 @@ def apart(
 
 
 def heads_in_lanes(x: Float[Array, "B T n h"], size: int) -> Float[Array, "B T n*size"]:
-    """Heads side by side, filled up to whole tiles."""
+    """Pad heads to `size`, and join them along lanes."""
     filling = [(0, 0)] * 3 + [(0, size - x.shape[-1])]
     return jnp.pad(x, filling).reshape(*x.shape[:2], -1)
 

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Int
 from symjax.attention.kernels.tpu.tiles import (
     LANES,
     MOST_RESIDENT,
+    equal_block,
     estimate,
-    even,
     head_blocks,
     mxu_passes,
 )
@@ -25,8 +25,8 @@ class AttentionPlan(NamedTuple):
     batch: int
     kv_heads: int
     groups: int  # heads that share keys and values
-    maps: int  # 2 with λ
-    key_maps: int  # keys a head: 2 for differential V1
+    maps: int  # softmax maps per head: 2 with λ
+    key_maps: int  # key heads per value head: 2 for differential V1
     length: int
     keys: int
     head_size: int
@@ -34,7 +34,7 @@ class AttentionPlan(NamedTuple):
     scale: float
     left: int | None  # keys before its own position that a row may see; None: all
     right: int | None
-    pairs: int  # of rows and keys that both leave, in about
+    pairs: int  # visible pairs of a row and a key in the window, approximately
     block: int  # rows and keys of a block, at most
     resident: int  # rows or keys in VMEM at once, at most
     gradients: int  # bytes of the queries' gradients in VMEM, at most
@@ -54,16 +54,16 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes; b is 1
+    """Inputs of both kernels, or their blocks. Heads are joined along lanes; b is 1
     where all examples are alike."""
 
     query: Any  # [B T N·maps·H]
     key: Any  # [B S K·key_maps·H]
     value: Any  # [B S K·V]
     lam: Any  # [B N 1 T], or None
-    factor: Any  # of each row's scores, [b 1 T], or None
-    rows: Any  # interval of each row and its hidden own key, [b 3 T], or None
-    exists: Any  # the keys that are not hidden, [b 1 S], or None
+    factor: Any  # factor of each row's scores, [b 1 T], or None
+    rows: Any  # as in `RowIntervals`, [b 3 T], or None
+    exists: Any  # 1 for keys that are not hidden, [b 1 S], or None
 
 
 class BlockVisits(NamedTuple):
@@ -79,23 +79,29 @@ class BlockVisits(NamedTuple):
         return visits, jnp.append(bounds.reshape(-1), first)
 
     def bounds(self, scalars, example, block) -> list:
-        """Return the first and last visited block, and between them those without mask.
+        """Return where visits start, where no mask is needed, and where visits end.
 
-        The order is: first block, first and last block that need no mask, last block.
+        The four block numbers are as in `intervals.blocks_of_rows`: the first visited
+        block; the first that needs no mask, and the one after the last of these; the
+        one after the last visited block.
         """
         start = example * self.by_example * 4 * self.count + block
         return [scalars[start + i * self.count] for i in range(4)]
 
     def nearest(self, scalars, example, block, index, group: int):
-        """`index` of a group of blocks, or the nearest group that is visited."""
+        """Return the `index` of a group of blocks, clipped to the visited groups."""
         first, _, _, last = self.bounds(scalars, example, block)
         return jnp.clip(index, first // group, jnp.maximum(last - 1, first) // group)
 
 
 def held(plan: AttentionPlan, length: int, size: int, row: int) -> int:
-    """Return the number of blocks of `size` rows, of `row` bytes each, held in VMEM."""
+    """Return how many blocks of `size` rows are in VMEM at once.
+
+    Args:
+        row: bytes of a row.
+    """
     most = min(plan.resident, MOST_RESIDENT // row) // size
-    return even(-(-length // size), max(most, 1), 1)
+    return equal_block(-(-length // size), max(most, 1), 1)
 
 
 def specs(
@@ -105,7 +111,12 @@ def specs(
     keys: Callable,
     sizes: tuple,
 ) -> AttentionOperands:
-    """The blocks of operands; `rows` and `keys` give example, head and block."""
+    """Return the blocks of operands.
+
+    Args:
+        rows, keys: indices of the grid → example, head and block of rows or keys.
+        sizes: rows and keys of a block.
+    """
 
     def shared(x, size: int, index: Callable) -> pl.BlockSpec | None:
         if x is None:
@@ -129,7 +140,7 @@ def specs(
 
 
 def by_row(count: int, size: int, index: Callable) -> pl.BlockSpec:
-    """Blocks of [B N count T]."""
+    """Return the blocks of an array [B N count T]."""
 
     def place(*at):
         example, head, block = index(*at)
@@ -164,7 +175,10 @@ def cost(
 
 
 def visit(bounds: list, low, high, step: Callable) -> None:
-    """step(block, masked) of the blocks in [low, high), those with masks first."""
+    """Call step(block, masked) for the visited blocks in [low, high).
+
+    Blocks that need a mask come first.
+    """
     first, start, stop, last = (jnp.clip(x, low, high) for x in bounds)
     before = start - first
 
@@ -210,13 +224,13 @@ def visible(
 
 
 def part(x: Array, size: int, i: int) -> Array:
-    """The i-th of the branches that lie side by side, or the only one."""
+    """Return the i-th branch of a head, or the only one."""
     i = min(i, x.shape[1] // size - 1)
     return x[:, i * size : (i + 1) * size]
 
 
 def within(x: Array, start: Array, length: int) -> Array:
-    """A block that begins at `start`, with 0 after the end of its array."""
+    """Return the block that begins at `start`, with 0 beyond `length`."""
     if length % x.shape[0] == 0:
         return x
     index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)

@@ -1,17 +1,17 @@
-"""Template of the recurrent TPU kernels: a pass over chunks of time, and one back.
+"""Template of the recurrent TPU kernels: one pass over chunks forward, one backward.
 
 The grid has one program for each example, tile of heads and chunk. Chunks run in turn,
 with the state in VMEM: from the first chunk in the forward kernel, from the last one in
 the backward kernel. The forward kernel can save the state before each chunk, which the
 backward kernel reads.
 
-Heads lie in tiles of 128 lanes (`packed_heads.py`). Query heads that share a key head
-read the same blocks of keys and values. Packed heads need a copy of them for each query
-head.
+Heads are in tiles of 128 lanes (`packed_heads.py`). Query heads that share a key head
+read the same blocks of keys and values. If heads are packed, each query head needs a
+copy of its keys and values.
 
-A kernel gets one integer of flags per token and the number of its segment, or None if
-all tokens are visible and of one segment. `seen_in_chunk` makes the visible pairs of a
-chunk from them.
+A kernel gets for each token an integer of flags and the number of its segment. It gets
+None if all tokens are visible and in one segment. `seen_in_chunk` computes the visible
+pairs of a chunk from both.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.sequence import starts
-from symjax.attention.kernels.operands import even, result
+from symjax.attention.kernels.operands import result, round_up
 from symjax.attention.kernels.tpu import tiles
 from symjax.attention.kernels.tpu.packed_heads import heads_in_a_tile, pack_heads
 from symjax.attention.kernels.tpu.tiles import LANES, column
@@ -62,8 +62,8 @@ class ChunkPlan(NamedTuple):
         packed = heads_in_a_tile(heads, size, value_size)
         sizes = size, value_size
         if packed == 1:
-            sizes = even(size), even(value_size)
-        groups, length = heads // value.shape[2], even(length, block * together)
+            sizes = round_up(size), round_up(value_size)
+        groups, length = heads // value.shape[2], round_up(length, block * together)
         return cls(batch, heads, groups, packed, length, *sizes, interpret, block)
 
     @property
@@ -80,7 +80,7 @@ class ChunkPlan(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Numbers of lanes of the values and of the keys of packed heads."""
+        """Lanes of a tile of values and of a tile of keys."""
         return self.packed * self.value_size, self.packed * self.head_size
 
     @property
@@ -103,7 +103,7 @@ class Chunks(NamedTuple):
     turn: Callable
 
     def by_query(self, width: int) -> pl.BlockSpec:
-        """Return the blocks of an array [B T N·size]; packed heads have this width."""
+        """Return the blocks of an array [B T N·size]; `width` is that of a tile."""
         shape = None, self.plan.block, width
         return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), n))
 
@@ -144,24 +144,27 @@ class Kernels(NamedTuple):
     forward: Callable[..., None]  # plan, operands, output, kept, scratch
     backward: Callable[..., None]  # plan, operands, changes, kept, gradients, scratch
     specs: Callable[[ChunkPlan, Any, Chunks], Any]  # the blocks of operands
-    kept: Callable[[ChunkPlan, Any], list]  # shapes and dtypes of what a chunk keeps
-    scratch: Callable[[ChunkPlan, Any], Sequence]  # shapes in VMEM of each, float32
-    cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs and transcendentals of each
+    kept: Callable[[ChunkPlan, Any], list]  # shapes and dtypes of a chunk's residuals
+    scratch: Callable[[ChunkPlan, Any], Sequence]  # float32 shapes, for each kernel
+    cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs, exponentials, for each kernel
     dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
-    more: Callable[[Any, Any], list] = lambda operands, specs: []  # further float32
-    #   gradients, beside those of queries, keys and values: their shapes and blocks
+    # Arrays like the float32 gradients other than those of query, key and value, and
+    # the blocks of these gradients.
+    more: Callable[[Any, Any], list] = lambda operands, specs: []
     shared: int = 3  # operands 1 to this one (exclusive) are those of key heads
-    together: int = 1  # chunks per iteration of the forward kernel; above 1 the arrays
-    #   that it saves have one more axis
-    saved: bool = True  # residuals are saved by policies of `jax.checkpoint`; if not,
-    #   the backward pass runs the forward kernel again
-    reads_output: bool = False  # in the backward kernel
+    # Chunks per iteration of the forward kernel. Above 1 the arrays that it saves have
+    # one more axis.
+    together: int = 1
+    # Whether policies of `jax.checkpoint` may save the residuals. Otherwise the
+    # backward pass runs the forward kernel again.
+    saved: bool = True
+    reads_output: bool = False  # whether the backward kernel reads the output
 
 
 def forward(
     kernels: Kernels, plan: ChunkPlan, operands: Any, keep: bool
 ) -> list[Array]:
-    """The output [B T N·V], and if `keep` what `backward` needs of each chunk."""
+    """Return the output [B T N·V], and with `keep` the residuals of each chunk."""
     kept, grid = kernels.kept(plan, operands), plan.grid
     if kernels.together > 1:
         plan = plan._replace(block=plan.block * kernels.together)
@@ -187,11 +190,14 @@ def backward(
     changes: list[Array],
     kept: list[Array],
 ) -> list[Array]:
-    """Gradients of query, key and value by query head, float32 ones where those of
-    several heads will be summed; and of more, if the kernels say so.
+    """Return the gradients of query, key and value for each query head, and those of
+    the arrays in `Kernels.more`.
+
+    If query heads share a key head, the gradients of key and value are float32, since
+    they will be summed.
 
     Args:
-        changes: the gradient of the output, and what else has its shape.
+        changes: the gradient of the output; and the output, if the kernel reads it.
     """
     chunks = Chunks(plan, lambda i: plan.grid[2] - 1 - i)
     specs = kernels.specs(plan, operands, chunks)
@@ -239,31 +245,33 @@ def _call(
     )(*given)
 
 
-# What flags say of a token.
+# Bits of a token's flags; `ChunkVisibility` says what they mean.
 VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
 
 
 class ChunkVisibility(NamedTuple):
-    """Columns [c 1] of 0 and 1, None: all 1."""
+    """Visibility in a chunk. Columns [c 1] are 0 and 1, or None if all are 1."""
 
-    pairs: Bool[Array, "c c"]  # by time and segment, hidden keys among them
-    visible: Any = None
-    sees: Any = None  # some key
-    segment: Any = None  # the number of it
-    reaches: Any = None  # the state before the chunk
-    joins: Any = None  # the state after it
-    keeps: Any = None  # [1 1]: whether the state before is part of the one after
+    pairs: Bool[Array, "c c"]  # of a row and a key it may see, if no key is hidden
+    visible: Any = None  # whether the key of the token is visible
+    sees: Any = None  # whether the row sees a key
+    segment: Any = None  # number of the token's segment
+    reaches: Any = None  # whether the row sees the state before the chunk
+    joins: Any = None  # whether the key belongs to the state after the chunk
+    keeps: Any = None  # [1 1]: whether the state after the chunk includes that before
 
 
-def described(
+def flags_and_segments(
     visible: Bool[Array, "B T"] | None,
     segment: Int[Array, "B T"] | None,
     query: Float[Array, "B T N H"],
     length: int,
     block: int,
 ) -> tuple[Int[Array, "B 1 length"] | None, Int[Array, "B 1 length"] | None]:
-    """Flags and segments of the tokens of queries, filled up with hidden ones to
-    `length`."""
+    """Return the flags and segments of tokens, padded to `length` with hidden tokens.
+
+    Both are None if no token is hidden and there is one segment.
+    """
     missing = length - query.shape[1]
     if not missing and visible is None and segment is None:
         return None, None
@@ -281,7 +289,8 @@ def _flags(
     seen = jnp.cumsum(visible, axis=1)
     if segment is None:
         return visible * VISIBLE + (seen > 0) * SEES
-    before = jnp.where(starts(segment), seen - visible, 0)  # the segment's first token
+    # The number of keys before the segment of each token.
+    before = jnp.where(starts(segment), seen - visible, 0)
     sees = seen > jax.lax.cummax(before, axis=1)
     chunks = segment.reshape(segment.shape[0], -1, block)
     last = chunks[..., -1:]
@@ -313,7 +322,7 @@ def seen_in_chunk(size: int, flags: Any, segment: Any) -> ChunkVisibility:
 
 
 def where(keep: Any, x: Array, other: Any) -> Float[Array, "..."]:
-    """x where the 0 and 1 of `keep`, a row or a column, say so."""
+    """Return x where `keep`, a row or a column of 0 and 1, is 1; elsewhere `other`."""
     if keep is None:
         return x
     return jnp.where(jnp.broadcast_to(keep, x.shape) > 0, x, other)

@@ -1,14 +1,15 @@
 """Decay factors of the pairs and of the state of a chunk, for recurrent kernels.
 
-Exponents are sums of log-decays: nothing is subtracted or divided, so that no digit is
-lost to a stronger decay elsewhere and no factor is above 1. A sum is a product with a
-matrix of 0 and 1, of bfloat16 parts of the log-decays: three for float32, which lose
-nothing, and two where the operands are bfloat16.
+Exponents are sums of log-decays. Sums are never subtracted and factors never divided.
+So no digits are lost to a stronger decay of other tokens, and no factor is above 1. A
+sum is the product of a matrix of 0 and 1 with log-decays, which are split into bfloat16
+parts: three parts for float32, which are exact, and two if the operands are bfloat16.
 
 A decay per channel is not one number per pair. As in `recurrent/decays.py`, the later
-half of each block of 2, 4, … 128 tokens reads the earlier half, and both fade towards
-the boundary between them. Each level is one product of all 128 rows and keys, from
-which its pairs are taken.
+half of each block of 2, 4, … 128 tokens reads the earlier half. The decay of a pair is
+the decay from the key to the boundary of the halves, times the decay from there to the
+query. Each level is one product of all 128 rows and keys, of which only the pairs of
+the level are used.
 
 A decay per head multiplies the scores of all pairs, by one exponential each. With L the
 pairs u ≤ t and U the pairs u > s, the exponents are L diag(g) U.
@@ -30,18 +31,18 @@ from symjax.attention.kernels.tpu.tiles import ACROSS, LANES, PLAIN, column, pro
 
 BLOCK = LANES  # tokens of a chunk
 LEVELS = BLOCK.bit_length() - 1
-DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later ones
-ALL = -2  # levels but these
-PARTS = {"bfloat16": 2, "float32": 3}  # of log-decays
-SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the chunk's start, and until its end
+DIAGONAL, LATER = -1, LEVELS  # levels of a token with itself, and with later tokens
+ALL = -2  # all levels except these two
+PARTS = {"bfloat16": 2, "float32": 3}  # bfloat16 parts of a log-decay
+SINCE, UNTIL = LEVELS, LEVELS + 1  # sums from the start of the chunk, and to its end
 
 
 class Fading:
     """Decay factors of a chunk, and the gradient of its log-decays.
 
     Each factor is exp of a sum of log-decays. The gradient is the sum of the results of
-    the `grown` methods: [c P·H] for decays per channel, [P c] for decays per head. This
-    base class is for chunks without a decay.
+    the `gradient_by_…` methods: [c P·H] for decays per channel, [P c] for decays per
+    head. This base class is for chunks without a decay.
     """
 
     levels: Sequence[int] = (ALL,)  # of pairs, beside DIAGONAL
@@ -71,15 +72,15 @@ class Fading:
         """Return the same factors with a row per key."""
         return [1.0] * self.plan.packed
 
-    def grown(self, level: int, change: Float[Array, "c P*H"]) -> Any:
+    def gradient_by_sums(self, level: int, change: Float[Array, "c P*H"]) -> Any:
         """Return the part that comes from the gradient of the sums of a level."""
         return 0.0
 
-    def grown_by_pairs(self, changes: list[Float[Array, "c c"]]) -> Any:
+    def gradient_by_pairs(self, changes: list[Float[Array, "c c"]]) -> Any:
         """Return the part that comes from the exponents of the pairs of each head."""
         return 0.0
 
-    def grown_by_state(self, change: Float[Array, "1 P*H"]) -> Any:
+    def gradient_by_state(self, change: Float[Array, "1 P*H"]) -> Any:
         """Return the part that comes from the sums over the whole chunk."""
         return 0.0
 
@@ -109,15 +110,15 @@ class ByChannel(Fading):
         parts = [self.parts[i] for i in range(self.parts.shape[0])]
         return jnp.exp(_summed(self.sums[0, level], parts))
 
-    def grown(self, level: int, change: Array) -> Float[Array, "c P*H"]:
+    def gradient_by_sums(self, level: int, change: Array) -> Float[Array, "c P*H"]:
         return _summed(self.sums[1, level], in_parts(change, self.parts.shape[0]))
 
-    def grown_by_state(self, change: Array) -> Float[Array, "1 P*H"]:
+    def gradient_by_state(self, change: Array) -> Float[Array, "1 P*H"]:
         return change
 
 
 class ByHead(Fading):
-    """All channels of a head fade alike."""
+    """Decay factors with a log-decay per head."""
 
     def __init__(self, plan: ChunkPlan, rates: Any, order: Any, parts: int):
         super().__init__(plan)
@@ -127,12 +128,12 @@ class ByHead(Fading):
 
     @cached_property
     def weights(self) -> list[Float[Array, "c c"]]:
-        """exp(L diag(g) U)."""
+        """Return exp(L diag(g) U)."""
         return self._between(self.up_to, pairs_of(self.order, ALL))
 
     @cached_property
     def turned_weights(self) -> list[Float[Array, "c c"]]:
-        """exp(Uᵀ diag(g) Lᵀ)."""
+        """Return exp(Uᵀ diag(g) Lᵀ)."""
         return self._between(self.before, self.order[1] != LATER)
 
     @cached_property
@@ -143,7 +144,7 @@ class ByHead(Fading):
     def until(self) -> Float[Array, "c P*H"]:
         return self._in_lanes(self.before)
 
-    def grown(self, level: int, change: Array) -> Any:
+    def gradient_by_sums(self, level: int, change: Array) -> Any:
         if level not in (SINCE, UNTIL):
             return 0.0
         taken = self.up_to if level == SINCE else self.before
@@ -152,8 +153,8 @@ class ByHead(Fading):
             for x in self._by_head(change)
         )
 
-    def grown_by_pairs(self, changes: list[Array]) -> Float[Array, "P c"]:
-        """The diagonal of Lᵀ change Uᵀ."""
+    def gradient_by_pairs(self, changes: list[Array]) -> Float[Array, "P c"]:
+        """Return the diagonal of Lᵀ change Uᵀ."""
         before = _as_numbers(self.before)
         found = []
         for change in changes:
@@ -162,7 +163,7 @@ class ByHead(Fading):
             found.append(jnp.where(self.up_to, later, 0).sum(axis=0, keepdims=True))
         return self._rows(found)
 
-    def grown_by_state(self, change: Array) -> Float[Array, "P 1"]:
+    def gradient_by_state(self, change: Array) -> Float[Array, "P 1"]:
         return self._rows(self._by_head(change))
 
     def _between(
@@ -176,7 +177,11 @@ class ByHead(Fading):
         return self.rates[head : head + 1, :]
 
     def _in_lanes(self, taken: Bool[Array, "c c"]) -> Float[Array, "c P*H"]:
-        """exp of the sums of the log-decays that each token takes."""
+        """Return exp of each token's sum of log-decays.
+
+        Args:
+            taken: whether the sum of token t (row) includes token u (column).
+        """
         columns = [
             jnp.where(taken, self._rates(i), 0).sum(axis=1, keepdims=True)
             for i in range(self.plan.packed)
@@ -184,13 +189,13 @@ class ByHead(Fading):
         return jnp.exp(in_lanes(columns, (BLOCK, self.plan.widths[1])))
 
     def _by_head(self, x: Float[Array, "_ P*H"]) -> list[Float[Array, "_ 1"]]:
-        """The sums over each head's channels."""
+        """Return the sums over the channels of each head."""
         size = self.plan.head_size
         heads = [own(x, size, i) for i in range(self.plan.packed)]
         return [head.sum(axis=1, keepdims=True) for head in heads]
 
     def _rows(self, rows: Iterable[Float[Array, "1 _"]]) -> Float[Array, "P _"]:
-        """One of each head."""
+        """Stack one row of each head."""
         first, *others = rows
         found = jnp.broadcast_to(first, (self.plan.packed, first.shape[1]))
         index = jax.lax.broadcasted_iota(jnp.int32, found.shape, 0)
@@ -209,9 +214,13 @@ def fading_of(plan: ChunkPlan, given: Any) -> Fading:
 
 
 def constants(by_channel: bool) -> tuple[Array | None, Array]:
-    """Matrices of sums [2 LEVELS+2 c c], of 0 and 1, and each transposed, for decays a
-    channel; and the level of each pair [2 c c], of rows and keys, and of keys and
-    rows."""
+    """Return the matrices that sum log-decays, and the level of each pair.
+
+    Returns:
+        sums: [2 LEVELS+2 c c], of 0 and 1, and their transposes; None for decays per
+            head.
+        levels: [2 c c], of rows and keys, and of keys and rows.
+    """
     row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
     levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
     levels = np.where(other <= row, levels, LATER).astype(np.int32)
@@ -229,7 +238,7 @@ def constants(by_channel: bool) -> tuple[Array | None, Array]:
 
 
 def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
-    """The pairs of a level: of rows and keys, or `turned`, of keys and rows."""
+    """Return the pairs of a level: of rows and keys, or if `turned`, keys and rows."""
     found = levels[turned]
     if level == ALL:
         return (found != DIAGONAL) & (found != LATER)
@@ -240,15 +249,20 @@ def scores_of(
     plan: ChunkPlan,
     given: Any,
     fading: Fading,
-    asking: Float[Array, "c P*H"],
+    reading: Float[Array, "c P*H"],
     key: Float[Array, "c P*H"],
     with_own: bool = True,
 ) -> list[Float[Array, "c c"]]:
-    """x_t·k_s of each head with s ≤ t, or of earlier keys alone, faded."""
+    """Return x_t·k_s times the decay from s to t, of each head, for s ≤ t.
+
+    Args:
+        reading: x, queries or keys that read the state.
+        with_own: whether to include s = t.
+    """
     dtype, found = given.value.dtype, []
     faded = [(key * factor).astype(dtype) for factor in fading.factors]
     for i in range(plan.packed):
-        mine = own(asking, plan.head_size, i)
+        mine = own(reading, plan.head_size, i)
         scores = jnp.zeros((BLOCK, BLOCK), jnp.float32)
         if with_own:
             whole = product(mine.astype(dtype), key.astype(dtype), ACROSS)
@@ -265,28 +279,29 @@ def through_pairs(
     plan: ChunkPlan,
     given: Any,
     fading: Fading,
-    askers: list[Float[Array, "c P*H"]],
+    readers: list[Float[Array, "c P*H"]],
     key: Float[Array, "c P*H"],
     rows: list[Float[Array, "c P*V"]],
     written: Float[Array, "c P*V"],
     scores: list[list[Float[Array, "c c"]]],
 ) -> tuple[list[Array], Array, Any]:
-    """Gradients of what asks, of keys and of log-decays, through the pairs of a chunk.
+    """Return what pairs add to the gradients of readers, keys and log-decays.
 
     Args:
-        askers: queries; what else asks does not see its own key.
-        rows: the gradients of the rows that each asker reads.
-        written: at the keys.
-        scores: of each asker, by head.
+        readers: queries, and for the delta rule the keys that read the state. Queries
+            see the key of their own token, and other readers do not.
+        rows: the gradients of the rows that each reader reads.
+        written: what tokens write at their keys.
+        scores: of each reader, by head.
     """
     dtype, heads = written.dtype, range(plan.packed)
-    gradients = []  # of each head's pairs, [t s] and [s t], by asker
-    grown = []  # by the exponents of each head's pairs
+    gradients = []  # of each head's pairs, [t s] and [s t], for each reader
+    changed = []  # gradients of the exponents of each head's pairs
     for i in heads:
         mine = [own(x, plan.value_size, i) for x in rows]
         by_row = [product(x, written, ACROSS) for x in mine]
         both = zip(by_row, scores, strict=True)
-        grown.append(reduce(jnp.add, [x * y[i] for x, y in both]))
+        changed.append(reduce(jnp.add, [x * y[i] for x, y in both]))
         here, turned = fading.weights[i], fading.turned_weights[i]
         gradients.append(
             [
@@ -295,42 +310,44 @@ def through_pairs(
             ]
         )
 
-    def of_level(level: int, asking: list[Array], faded: Array) -> tuple[list, Array]:
+    def of_level(level: int, reading: list[Array], faded: Array) -> tuple[list, Array]:
         of_faded = jnp.zeros_like(faded)
-        of_asking = [of_faded] * len(asking)
+        of_reading = [of_faded] * len(reading)
         for i in heads:
             past = own(faded, plan.head_size, i).astype(dtype)
-            for j, x in enumerate(asking):
+            for j, x in enumerate(reading):
                 row = own(x, plan.head_size, i).astype(dtype)
                 by_row, by_key = (
                     jnp.where(pairs_of(given.levels, level, turned), y, 0).astype(dtype)
                     for turned, y in enumerate(gradients[i][j])
                 )
-                of_asking[j] += product(by_row, past, PLAIN)
+                of_reading[j] += product(by_row, past, PLAIN)
                 of_faded += product(by_key, row, PLAIN)
-        return of_asking, of_faded
+        return of_reading, of_faded
 
-    (first,), key_change = of_level(DIAGONAL, askers[:1], key)
-    changes = [first, *[jnp.zeros_like(first)] * (len(askers) - 1)]
-    asked = [([x * factor for x in askers], key * factor) for factor in fading.factors]
-    found = [of_level(x, *y) for x, y in zip(fading.levels, asked, strict=True)]
-    decay_change = fading.grown_by_pairs(grown)
-    for i, (of_asking, of_faded) in enumerate(found):
-        asking, faded = asked[i]
+    (first,), key_change = of_level(DIAGONAL, readers[:1], key)
+    changes = [first, *[jnp.zeros_like(first)] * (len(readers) - 1)]
+    at_level = [
+        ([x * factor for x in readers], key * factor) for factor in fading.factors
+    ]
+    found = [of_level(x, *y) for x, y in zip(fading.levels, at_level, strict=True)]
+    decay_change = fading.gradient_by_pairs(changed)
+    for i, (of_reading, of_faded) in enumerate(found):
+        reading, faded = at_level[i]
         of_sums = of_faded * faded
-        for j, x in enumerate(of_asking):
+        for j, x in enumerate(of_reading):
             changes[j] += x * fading.factors[i]
-            of_sums += x * asking[j]
+            of_sums += x * reading[j]
         key_change += of_faded * fading.factors[i]
-        decay_change += fading.grown(fading.levels[i], of_sums)
+        decay_change += fading.gradient_by_sums(fading.levels[i], of_sums)
     return changes, key_change, decay_change
 
 
 def exponents(plan: ChunkPlan, operands: Any) -> list[tuple[int, int]]:
-    """Return the cost of a chunk's log-decays in the forward and the backward kernel.
+    """Return the costs of log-decays in the forward and the backward kernel.
 
-    Each is (passes of the MXU for sums, exponentials per token of packed heads). A pass
-    is a product of 128 rows with a tile of 128 columns.
+    Each is a pair: the MXU passes of a chunk for sums, and the exponentials per token
+    of packed heads. A pass is a product of 128 rows with a tile of 128 columns.
     """
     width = plan.widths[1]
     if operands.by_channel is not None:

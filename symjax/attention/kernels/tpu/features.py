@@ -7,18 +7,20 @@ The forward and the backward kernel each pass over the chunks of time once
 (`chunks.py`). The state of a head, features × values, stays in VMEM. It is transposed,
 so that the features lie along lanes. Exponents are to base 2, relative to a running
 maximum that is rounded up to an integer: a state is then rescaled by powers of 2,
-which is exact. The forward kernel saves the state before each chunk, in the dtype of
-the operands, and the denominator of each row.
+which is exact. The forward kernel saves the state before each chunk with its running
+maxima, and 1 / denominator of each row. If the kernels compute the features, the state
+is saved in the dtype of the operands, and otherwise in float32.
 
 Values have a lane of ones beside them, so that one product gives numerator and
-denominator. Two heads of 64 lie in one tile of 128 lanes, in the layout of the
-projections. Their projection is block-diagonal, and the ones of one head lie in a lane
+denominator. Two heads of 64 are in one tile of 128 lanes, in the layout of the
+projections. Their projection is block-diagonal, and the ones of one head are in a lane
 of the other head's values.
 
 Operands of products keep their dtype, and float32 products keep all bits. Sums are
-float32. With bfloat16 operands the projection is two bfloat16 parts, because an error
-of an exponent is a factor of the feature. A row underflows if a later key of its chunk
-is much larger than its own keys. It is computed again with its own highest exponent.
+float32. With bfloat16 operands the projection is split into two bfloat16 parts, because
+the absolute error of an exponent is a relative error of the feature. A row underflows
+if a later key of its chunk is much larger than the keys that the row sees. The kernel
+then computes the row again, relative to its own highest exponent.
 """
 
 from collections.abc import Iterable
@@ -55,15 +57,20 @@ EMPTY = -1e30  # the running maximum before the first key
 
 
 class FeatureOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads lie next to each other."""
+    """Inputs of both kernels, or their blocks. Heads are joined along lanes.
 
-    query: Any  # [B T N·H], or given features in float32
+    If XLA computes the features, they take the places of query and key, in float32.
+    None is negative, and those of hidden keys are 0.
+    """
+
+    query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
-    rows: Any  # of the projection, times √scale log₂ e: [parts M H] of packed heads; or
-    #   None if features are given: none is negative, and those of hidden keys are 0
+    # Rows of the projection of packed heads, times √scale log₂ e: [parts M H]. None if
+    # XLA computes the features.
+    rows: Any
     offset: Any  # added to all exponents, [1 M] of packed heads
-    norm: Any  # [1]: factor of |k|², which is subtracted from a key's exponents
+    norm: Any  # [1], a factor of |k|²; the product is subtracted from a key's exponents
     flags: Any  # [B 1 T], or None if all tokens are visible and of one segment
     segment: Any  # [B 1 T], or None
 
@@ -73,14 +80,14 @@ class Weights(NamedTuple):
 
     row: Float[Array, "c M"]
     key: Float[Array, "c M"]
-    fade: Float[Array, "1 M"]  # of the state before the chunk, in the rows
-    joining: Float[Array, "c M"]  # of the keys, in the state after the chunk
+    fade: Float[Array, "1 M"]  # factor of the state before the chunk, in the rows
+    joining: Float[Array, "c M"]  # weights of the keys in the state after the chunk
     after: Float[Array, "1 M"]  # running maximum of the state after the chunk
-    left: Float[Array, "1 M"]  # of the state before the chunk, in the state after it
+    left: Float[Array, "1 M"]  # factor of the state before the chunk in that after it
 
 
 def width(plan: ChunkPlan) -> int:
-    """Return the number of lanes of a head's values and of the ones beside them."""
+    """Return the number of lanes of a head's values together with its ones."""
     return LANES if plan.packed > 1 else plan.value_size + LANES
 
 
@@ -103,7 +110,7 @@ def features_of(plan: ChunkPlan, given: FeatureOperands, head: int) -> slice:
 
 
 def dtype_of(given: FeatureOperands) -> Any:
-    """Return the dtype in which products take features; given features stay exact."""
+    """Return the dtype of features in products: float32 if XLA computes them."""
     return jnp.float32 if given.rows is None else given.value.dtype
 
 
@@ -115,7 +122,7 @@ def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
 def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
     """Return the base-2 exponents of query and key features, or the given features.
 
-    Packed heads lie next to each other in the last axis.
+    The last axis has the features of one packed head after those of the other.
     """
     if given.rows is None:
         return [given.query[...], given.key[...]]
@@ -139,7 +146,7 @@ def exponents_of(
     both: list[Array],
     head: int,
 ) -> list[Float[Array, "c M"]]:
-    """Its exponents, those of hidden keys −∞."""
+    """Return the exponents of one head, with −∞ for hidden keys."""
     if given.rows is None:
         return [own_head(plan, x, head) for x in both]
     query, key = (x[:, features_of(plan, given, head)] for x in both)
@@ -182,11 +189,14 @@ def faded(state: Float[Array, "w M"], fade: Float[Array, "1 M"]) -> Array:
     return (state.astype(jnp.float32) * fade).astype(state.dtype)
 
 
-def exactly(
+def exact_weights(
     t, seen: ChunkVisibility, query: Array, key: Array, old: Array
 ) -> list[Array]:
-    """Weights of row t with each key and feature, [c M], and of the state's features,
-    [1 M]: all relative to the row's highest exponent."""
+    """Return the weights of row t, relative to its own highest exponent.
+
+    Returns:
+        Weights [c M] for each key and feature of the chunk, and [1 M] for the state.
+    """
     own = pick(query, t)
     index = jax.lax.broadcasted_iota(jnp.int32, (key.shape[0], 1), 0)
     near = jnp.where(index <= t, 1.0, 0.0)
@@ -200,30 +210,34 @@ def exactly(
 
 
 def pick(x: Array, t) -> Array:
-    """Row t of an array [c n], as [1 n]."""
+    """Return row t of an array [c n], as [1 n]."""
     index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index == t, x, 0).sum(axis=0, keepdims=True)
 
 
-def each_lost(
+def for_each_underflow(
     plan: ChunkPlan,
     given: FeatureOperands,
-    lost: list[Float[Array, "c 1"]],
-    rescue: Any,
+    underflows: list[Float[Array, "c 1"]],
+    recompute: Any,
 ) -> None:
-    """rescue(head, seen, query, key, t) for each lost row t of each head."""
+    """Call recompute(head, seen, query, key, t) for each row t that underflows.
+
+    Args:
+        underflows: for each head, 1 for rows that underflow and 0 for others.
+    """
 
     if given.rows is None:
         return
 
-    @pl.when(added(lost).max() > 0)
+    @pl.when(added(underflows).max() > 0)
     def _():
         seen, both = seen_by(given), exponents(plan, given)
         for head in range(plan.packed):
             query, key = exponents_of(plan, given, seen, both, head)
-            step = partial(rescue, head, seen, query, key)
+            step = partial(recompute, head, seen, query, key)
 
-            def body(t, _, some=lost[head], step=step) -> None:
+            def body(t, _, some=underflows[head], step=step) -> None:
                 pl.when(pick(some, t).max() > 0)(lambda: step(t))
 
             jax.lax.fori_loop(0, plan.block, body, None)
@@ -236,13 +250,13 @@ def seen_by(given: FeatureOperands) -> ChunkVisibility:
 def values_of(
     plan: ChunkPlan, given: FeatureOperands, head: int
 ) -> Float[Array, "c w"]:
-    """With ones beside them, in the dtype of the operands of products."""
+    """Return the values of a head with ones beside them, in the dtype of products."""
     value = given.value[...]
     return beside(plan, value.astype(dtype_of(given)), head, 1)
 
 
 def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
-    """The values of a head, and `other` in the lanes beside them."""
+    """Return the values of a head, with `other` in the lanes beside them."""
     if plan.packed > 1:
         own = packed_heads.is_own(x.shape, plan.value_size, head)
         return jnp.where(own, x, jnp.asarray(other, x.dtype))
@@ -251,7 +265,7 @@ def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c 
 
 
 def joined(plan: ChunkPlan, heads: list[Array], size: int) -> Array:
-    """The values of packed heads, each from its own lanes."""
+    """Return one array with the own lanes of each packed head."""
     if plan.packed == 1:
         return heads[0][:, :size]
     return added(own_head(plan, x, i) for i, x in enumerate(heads))
@@ -282,7 +296,7 @@ def _forward(
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
     seen, both = seen_by(given), exponents(plan, given)
-    lost = []
+    underflows = []
     for head in range(plan.packed):
         query, key = exponents_of(plan, given, seen, both, head)
         weights = weights_of(given, seen, query, key, highest[head : head + 1, :])
@@ -294,28 +308,30 @@ def _forward(
         earlier = where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
         least = 0.0 if given.rows is None else UNDERFLOW
-        lost.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
+        underflows.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
-            lost[head] *= seen.sees
+            underflows[head] *= seen.sees
         new = product(values, weights.joining.astype(dtype), TURNED)
         sums[head] = sums[head] * weights.left + new
         running_max[head : head + 1, :] = weights.after
 
-    def rescue(head: int, seen: ChunkVisibility, query: Array, key: Array, t) -> None:
-        own, past = exactly(t, seen, query, key, highest[head : head + 1, :])
+    def recompute(
+        head: int, seen: ChunkVisibility, query: Array, key: Array, t
+    ) -> None:
+        own, past = exact_weights(t, seen, query, key, highest[head : head + 1, :])
         values = values_of(plan, given, head).astype(jnp.float32)
         near = (own.sum(axis=-1, keepdims=True) * values).sum(axis=0, keepdims=True)
         past = jnp.broadcast_to(past, (8, features(plan, given)))
         earlier = product(past, before[head].astype(jnp.float32), ACROSS)
         rows[head, pl.ds(t, 1), :] = near + earlier[:1]
 
-    each_lost(plan, given, lost, rescue)
+    for_each_underflow(plan, given, underflows, recompute)
     results = []
     for head in range(plan.packed):
         total = ones_of(plan, rows, head)
         scale = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         results.append(rows[head] * scale)
-        tiles.write_row(inverse, head, jnp.where(lost[head] > 0, -scale, scale))
+        tiles.write_row(inverse, head, jnp.where(underflows[head] > 0, -scale, scale))
     output[...] = joined(plan, results, plan.value_size).astype(output.dtype)
 
 
@@ -330,16 +346,21 @@ def _backward(
     query_out,
     key_out,
     value_out,
-    grown,
+    state_change,
     query_change,
     key_change,
     value_change,
 ) -> None:
-    """`grown` is the gradient of the state after the chunk, then of the one before."""
+    """Write the gradients of a chunk.
+
+    Args:
+        state_change: the gradient of the state, which goes from that after the chunk
+            to that before it.
+    """
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        grown[...] = jnp.zeros_like(grown)
+        state_change[...] = jnp.zeros_like(state_change)
 
     seen, both = seen_by(given), exponents(plan, given)
     scales, changes = [], []
@@ -357,24 +378,26 @@ def _backward(
         scores = jnp.where(seen.pairs, product(row, keys, ACROSS), 0).astype(dtype)
         pairs = product(grow, values, ACROSS)
         pairs = jnp.where(seen.pairs, pairs, 0).astype(dtype)
-        later = grown[head].astype(dtype)
-        asked = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
+        later = state_change[head].astype(dtype)
+        of_query = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
         near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
         if given.rows is None:
-            query_change[head] = asked * scales[head]
+            query_change[head] = of_query * scales[head]
             key_change[head] = near + where(seen.joins, far, 0)
         else:
-            query_change[head] = asked * weighed
+            query_change[head] = of_query * weighed
             key_change[head] = near * weights.key + far * weights.joining
         value_change[head] = product(scores, grow, TURNED) + product(
             weights.joining.astype(dtype), later, ACROSS
         )
         here = product(read, row, TURNED) * weights.fade
-        grown[head] = grown[head] * weights.left + here
+        state_change[head] = state_change[head] * weights.left + here
 
-    def rescue(head: int, seen: ChunkVisibility, query: Array, key: Array, t) -> None:
+    def recompute(
+        head: int, seen: ChunkVisibility, query: Array, key: Array, t
+    ) -> None:
         state = before[head].astype(jnp.float32)
-        own, past = exactly(t, seen, query, key, highest[head : head + 1, :])
+        own, past = exact_weights(t, seen, query, key, highest[head : head + 1, :])
         values = values_of(plan, given, head).astype(jnp.float32)
         grow = pick(changes[head], t) * -pick(scales[head], t)
         pairs = own * (values * grow).sum(axis=-1, keepdims=True)
@@ -385,9 +408,11 @@ def _backward(
         key_change[head] += pairs
         value_change[head] += own.sum(axis=-1, keepdims=True) * grow
         past = jnp.broadcast_to(past, (8, features(plan, given)))
-        grown[head] += product(first, past, TURNED)
+        state_change[head] += product(first, past, TURNED)
 
-    each_lost(plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], rescue)
+    for_each_underflow(
+        plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], recompute
+    )
     values = [value_change[head] for head in range(plan.packed)]
     found = _of_inputs(plan, given, query_change, key_change)
     found.append(joined(plan, values, plan.value_size))
@@ -398,8 +423,8 @@ def _backward(
 def _of_row(
     plan: ChunkPlan, change: Array, output: Array, head: int
 ) -> Float[Array, "c w"]:
-    """The gradients of a head's numerators and, in the lane of ones, of their
-    denominators, times these."""
+    """Return the gradients of a head's numerators and, in the lane of ones, of its
+    denominators, all times the denominators."""
     change, output = change.astype(jnp.float32), output.astype(jnp.float32)
     along = own_head(plan, change * output, head).sum(axis=-1, keepdims=True)
     own = beside(plan, change, head, 0)
@@ -410,8 +435,11 @@ def _of_row(
 def _of_inputs(
     plan: ChunkPlan, given: FeatureOperands, query_change, key_change
 ) -> list[Array]:
-    """The gradients of queries and keys by those of features that are given, or of the
-    exponents of others."""
+    """Return the gradients of queries and keys, which may be given features.
+
+    Args:
+        query_change, key_change: the gradients of given features, or of exponents.
+    """
     heads = range(plan.packed)
     if given.rows is None:
         count = features(plan, given)
@@ -428,7 +456,7 @@ def _of_inputs(
 def _from_exponents(
     plan: ChunkPlan, given: FeatureOperands, change: Any
 ) -> Float[Array, "c P*H"]:
-    """The gradient of what exponents are made of, by w·x alone."""
+    """Return the part of the gradient of queries or keys x that comes from w·x."""
     return added(
         product(
             change[head].astype(given.key.dtype),
@@ -463,8 +491,11 @@ def _kept(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple]:
 
 
 def _scratch(plan: ChunkPlan, operands: FeatureOperands) -> tuple[list, list]:
-    """The state, its running maxima and a head's rows; gradients of it and of a head's
-    queries, keys and values."""
+    """Return the shapes in VMEM for the forward and the backward kernel.
+
+    Forward: the state, its running maxima and the rows. Backward: the gradients of the
+    state, queries, keys and values.
+    """
     count, lanes = features(plan, operands), width(plan)
     state, rows = (plan.packed, lanes, count), (plan.packed, plan.block, lanes)
     of_features = plan.packed, plan.block, count
@@ -472,8 +503,11 @@ def _scratch(plan: ChunkPlan, operands: FeatureOperands) -> tuple[list, list]:
 
 
 def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
-    """By multiply-adds of a token and head, in whole tiles; float32 ones count as six:
-    those for exponents, for pairs and for the state."""
+    """Return FLOPs and exponentials of the forward and the backward kernel.
+
+    FLOPs are those of products for exponents, for pairs and for the state, in whole
+    tiles. Those of float32 count six times.
+    """
     tokens = plan.batch * plan.heads * plan.length
     count = features(plan, operands)
     passes = tiles.mxu_passes(dtype_of(operands))
@@ -486,7 +520,8 @@ def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     return [(2 * tokens * x, 2 * tokens * count) for x in products]
 
 
-# The states before chunks take more memory than computing them again takes time.
+# With `saved=False` the backward pass under `jax.checkpoint` runs the forward kernel
+# again. The states would take much memory, and computing them again takes little time.
 PERFORMER = Kernels(
     "performer",
     _forward,

@@ -1,18 +1,19 @@
 """TPU kernels of recurrences whose state decays: linear attention and the delta rule.
 
-Both pass over chunks of 128 tokens, forward and back. The state of a head stays in
-VMEM, values × features, so that what decays by channel lies along lanes. The state
-before each chunk is saved for the backward pass, in the dtype of the products.
-`decays.py` has the decays of pairs and states. Heads lie in tiles (`packed_heads.py`);
-the states of packed heads are one block-diagonal matrix.
+Each has a forward and a backward kernel, which pass over chunks of 128 tokens. The
+state of a head stays in VMEM, values × channels of keys. So the channels that decay are
+along lanes. The state before each chunk is saved for the backward pass, in the dtype of
+the products. `decays.py` computes the decays of pairs and states. Heads are in tiles
+(`packed_heads.py`); the states of packed heads are one block-diagonal matrix.
 
 The tokens of a chunk of the delta rule write u, with (I + A) u = β (v − k S). The
-inverse of that unit-triangular matrix comes from blocks of 2, 4, … 128 rows, each from
-two of half the size as in `delta_rule.py`: each level is X − X A X, with only the pairs
-of the level in A. Inverses are saved for the backward pass.
+inverse X of this unit-triangular matrix is computed for blocks of 2, 4, … 128 rows,
+each from two blocks of half the size as in `recurrent/triangular.py`. Each level is
+X − X A X, with only the pairs of the level in A. Inverses are saved for the backward
+pass.
 
-Independent products are written next to each other, all levels of one product before
-the next, because the compiler hardly moves products and so keeps the matrix unit busy:
+The compiler hardly reorders products. So independent products are written next to each
+other, all levels of one product before the next, which keeps the matrix unit busy:
 
 - With a decay per channel a chunk of a head of 128 takes 1,549 bundles of v5e forward
   instead of 2,393, and 2,999 backward instead of 4,557.
@@ -55,23 +56,23 @@ from symjax.attention.kernels.tpu.tiles import (
     write_row,
 )
 
-TOGETHER = 2  # chunks of a turn of the delta rule forward; time is padded to so many
+TOGETHER = 2  # chunks per iteration of the delta rule's forward kernel
 
 
 class GatedOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads lie side by side in lanes."""
+    """Inputs of both kernels, or their blocks. Heads are joined along lanes."""
 
     query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
-    by_channel: Any  # log-decays, their bfloat16 parts: [parts B T K·H], or None
+    by_channel: Any  # bfloat16 parts of log-decays: [parts B T K·H], or None
     by_head: Any  # log-decays [B N/P P T], or None
-    sums: Any  # of `decays.constants`
-    levels: Any
+    sums: Any  # as `decays.constants` returns them
+    levels: Any  # as `decays.constants` returns them
     beta: Any = None  # of the delta rule, [B N/P P T]
 
     def chunk(self, i: int):
-        """One chunk of blocks that hold several."""
+        """Return one chunk of blocks that hold several."""
         here = pl.ds(i * BLOCK, BLOCK)
         query, key, value = (x.at[here] for x in self[:3])
         of_tokens = "by_channel", "by_head", "beta"
@@ -115,13 +116,18 @@ def _decay_backward(
     key_out,
     value_out,
     decay_out,
-    grown,
+    state_change,
 ) -> None:
-    """`grown` is the gradient of the state after the chunk, then of the one before."""
+    """Write the gradients of a chunk.
+
+    Args:
+        state_change: the gradient of the state, which goes from that after the chunk
+            to that before it.
+    """
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        grown[...] = jnp.zeros_like(grown)
+        state_change[...] = jnp.zeros_like(state_change)
 
     query, key, value, change = (x[...] for x in (*given[:3], change))
     dtype, wide = value.dtype, jnp.float32
@@ -132,26 +138,26 @@ def _decay_backward(
     (query_change,), key_change, decay_change = through_pairs(
         plan, given, fading, [wide_query], wide_key, [change], value, [scores]
     )
-    asking, joining = wide_query * fading.since, wide_key * fading.until
-    later = grown[...].astype(dtype)
+    reading, joining = wide_query * fading.since, wide_key * fading.until
+    later = state_change[...].astype(dtype)
     of_query = product(change, before[...], PLAIN)
     of_key = product(value, later, PLAIN)
     query_change += of_query * fading.since
     key_change += of_key * fading.until
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
-    decay_change += fading.grown(SINCE, of_query * asking)
-    decay_change += fading.grown(UNTIL, of_key * joining)
-    of_state = grown[...] * before[...].astype(wide) * fading.through
+    decay_change += fading.gradient_by_sums(SINCE, of_query * reading)
+    decay_change += fading.gradient_by_sums(UNTIL, of_key * joining)
+    of_state = state_change[...] * before[...].astype(wide) * fading.through
     of_state = of_state.sum(axis=0, keepdims=True)
-    decay_out[...] = decay_change + fading.grown_by_state(of_state)
+    decay_out[...] = decay_change + fading.gradient_by_state(of_state)
     value_change = product(joining.astype(dtype), later, ACROSS)
     for i, x in enumerate(scores):
         own_change = own(change, plan.value_size, i)
         value_change += product(x.astype(dtype), own_change, TURNED)
     value_out[...] = value_change.astype(value_out.dtype)
-    here = product(change, asking.astype(dtype), TURNED)
-    grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here)
+    here = product(change, reading.astype(dtype), TURNED)
+    state_change[...] = state_change[...] * fading.through + of_heads(plan.sizes, here)
 
 
 def _delta_forward(
@@ -195,9 +201,9 @@ def _advance(
     before[...] = state[...].astype(before.dtype)
     query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
     dtype = given.value.dtype
-    asking = [(x * fading.since).astype(dtype) for x in (query, key)]
-    rows, held = (product(x, before[...], ACROSS) for x in asking)
-    change = _change(plan, given, inverse, value - held)
+    reading = [(x * fading.since).astype(dtype) for x in (query, key)]
+    rows, held = (product(x, before[...], ACROSS) for x in reading)
+    change = _written(plan, given, inverse, value - held)
     for i, of_query in enumerate(pairs[0]):
         mine = own(change, plan.value_size, i).astype(dtype)
         rows += product(of_query.astype(dtype), mine, PLAIN)
@@ -214,13 +220,17 @@ def _delta_backward(
     inverse: Any,
     *results: Any,
 ) -> None:
-    """The last of the results is the gradient of the state after the chunk, then of the
-    one before."""
-    query_out, key_out, value_out, *decay_out, beta_out, grown = results
+    """Write the gradients of a chunk, as `_decay_backward` does.
+
+    Args:
+        results: the gradients of query, key, value, log-decays if there are any, β, and
+            the state.
+    """
+    query_out, key_out, value_out, *decay_out, beta_out, state_change = results
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        grown[...] = jnp.zeros_like(grown)
+        state_change[...] = jnp.zeros_like(state_change)
 
     query, key, value, change = (
         x[...].astype(jnp.float32) for x in (*given[:3], change)
@@ -228,10 +238,10 @@ def _delta_backward(
     dtype = given.value.dtype
     fading = fading_of(plan, given)
     since, until = fading.since, fading.until
-    asking, joining = (query * since, key * since), key * until
-    later = grown[...].astype(dtype)
-    wanted = value - product(asking[1].astype(dtype), before[...], ACROSS)
-    written = _change(plan, given, inverse, wanted)
+    reading, joining = (query * since, key * since), key * until
+    later = state_change[...].astype(dtype)
+    wanted = value - product(reading[1].astype(dtype), before[...], ACROSS)
+    written = _written(plan, given, inverse, wanted)
     of_written = product(joining.astype(dtype), later, ACROSS)
     pairs = _pairs(plan, given, fading, query, key)
     for i, (of_query, of_key) in enumerate(zip(*pairs, strict=True)):
@@ -242,7 +252,7 @@ def _delta_backward(
     right = jnp.zeros_like(of_written)
     for i in range(plan.packed):
         mine = own(of_written, plan.value_size, i)
-        right += _closely(given, inverse[i], mine, TURNED)
+        right += _precise_product(given, inverse[i], mine, TURNED)
     for i in range(plan.packed):
         of_beta = own(right * wanted, plan.value_size, i)
         write_row(beta_out, i, of_beta.sum(axis=1, keepdims=True))
@@ -251,10 +261,10 @@ def _delta_backward(
 
     rows = [change.astype(dtype), (-of_value).astype(dtype)]  # of queries, and of keys
     u = written.astype(dtype)
-    (query_change, of_asking), key_change, decay_change = through_pairs(
+    (query_change, of_reading), key_change, decay_change = through_pairs(
         plan, given, fading, [query, key], key, rows, u, pairs
     )
-    key_change += of_asking
+    key_change += of_reading
     of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
     of_joining = product(u, later, PLAIN)
     query_change += of_query * since
@@ -262,32 +272,40 @@ def _delta_backward(
     query_out[...] = query_change.astype(query_out.dtype)
     key_out[...] = key_change.astype(key_out.dtype)
     for out in decay_out:
-        of_since = of_query * asking[0] + of_key * asking[1]
-        decay_change += fading.grown(SINCE, of_since)
-        decay_change += fading.grown(UNTIL, of_joining * joining)
-        of_state = grown[...] * before[...].astype(jnp.float32) * fading.through
+        of_since = of_query * reading[0] + of_key * reading[1]
+        decay_change += fading.gradient_by_sums(SINCE, of_since)
+        decay_change += fading.gradient_by_sums(UNTIL, of_joining * joining)
+        of_state = state_change[...] * before[...].astype(jnp.float32) * fading.through
         of_state = of_state.sum(axis=0, keepdims=True)
-        out[...] = decay_change + fading.grown_by_state(of_state)
-    both = zip(rows, asking, strict=True)
+        out[...] = decay_change + fading.gradient_by_state(of_state)
+    both = zip(rows, reading, strict=True)
     here = [product(x, y.astype(dtype), TURNED) for x, y in both]
-    grown[...] = grown[...] * fading.through + of_heads(plan.sizes, here[0] + here[1])
+    state_change[...] = state_change[...] * fading.through + of_heads(
+        plan.sizes, here[0] + here[1]
+    )
 
 
 def _pairs(
     plan: ChunkPlan, given: GatedOperands, fading: Fading, query: Array, key: Array
 ) -> list[list[Float[Array, "c c"]]]:
-    """q_t·k_s with s ≤ t, and k_t·k_s with s < t, faded, both of each head."""
+    """Return the scores of each head times decays: q_t·k_s for s ≤ t, and k_t·k_s for
+    s < t."""
     of_keys = scores_of(plan, given, fading, key, key, with_own=False)
     return [scores_of(plan, given, fading, query, key), of_keys]
 
 
-def _close_passes(operands: GatedOperands) -> int:
+def _precise_passes(operands: GatedOperands) -> int:
     return 3 if operands.value.dtype == jnp.bfloat16 else 6
 
 
-def _closely(given: GatedOperands, a: Array, b: Array, dimensions: tuple) -> Array:
-    """The product of float32 arrays, with 16 of their 24 bits where the operands of
-    the kernel have 8: in three passes, not six."""
+def _precise_product(
+    given: GatedOperands, a: Array, b: Array, dimensions: tuple
+) -> Array:
+    """Return the product of float32 arrays.
+
+    If the operands of the kernel are bfloat16, it keeps 16 of the 24 bits of a factor,
+    in three MXU passes instead of six.
+    """
     if given.value.dtype != jnp.bfloat16:
         return product(a, b, dimensions)
     high, low = zip(*(in_parts(x, 2) for x in (a, b)), strict=True)
@@ -296,8 +314,11 @@ def _closely(given: GatedOperands, a: Array, b: Array, dimensions: tuple) -> Arr
 
 
 def _inverses(given: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:
-    """(I + A)⁻¹, of A what each matrix has below its diagonal. A level of one waits for
-    the one before, so those of all matrices are taken side by side."""
+    """Return (I + A)⁻¹ for each matrix, whose part below the diagonal is A.
+
+    A level of one inverse needs the level before. So each level is computed for all
+    matrices before the next.
+    """
     found = []
     for matrix in matrices:
         first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
@@ -306,47 +327,49 @@ def _inverses(given: GatedOperands, matrices: list[Array]) -> list[Float[Array, 
         keep = pairs_of(given.levels, level)
         corners = [jnp.where(keep, x, 0) for x in matrices]
         right = [
-            _closely(given, x, y, PLAIN) for x, y in zip(corners, found, strict=True)
+            _precise_product(given, x, y, PLAIN)
+            for x, y in zip(corners, found, strict=True)
         ]
         found = [
-            x - _closely(given, x, y, PLAIN) for x, y in zip(found, right, strict=True)
+            x - _precise_product(given, x, y, PLAIN)
+            for x, y in zip(found, right, strict=True)
         ]
     return found
 
 
-def _change(
+def _written(
     plan: ChunkPlan, given: GatedOperands, inverse: Any, wanted: Array
 ) -> Array:
-    """u: what each token adds to the state at its key."""
+    """Return u, which each token adds to the state at its key."""
     right = wanted * _by_head(plan, given, wanted.shape)
     total = jnp.zeros_like(right)
     for i in range(plan.packed):
         mine = own(right, plan.value_size, i)
-        total += _closely(given, inverse[i], mine, PLAIN)
+        total += _precise_product(given, inverse[i], mine, PLAIN)
     return total
 
 
 def _by_head(
     plan: ChunkPlan, given: GatedOperands, shape: tuple
 ) -> Float[Array, "c P*V"]:
-    """β of each token, in the lanes of its head."""
+    """Return β of each token, in the lanes of its head."""
     betas = [column(given.beta[i : i + 1, :]) for i in range(plan.packed)]
     return in_lanes(betas, shape)
 
 
 def _delta_kept(plan: ChunkPlan, operands: GatedOperands) -> list[tuple]:
-    """The state before a chunk, and the inverses of its heads."""
+    """Return shapes and dtypes of the residuals: the state before a chunk, inverses."""
     inverses = plan.packed, BLOCK, BLOCK
     return [(plan.widths, operands.value.dtype), (inverses, jnp.float32)]
 
 
 def _delta_products(plan: ChunkPlan, operands: GatedOperands) -> tuple[int, int]:
-    levels, close = _levels_of(operands), _close_passes(operands)
+    levels, precise = _levels_of(operands), _precise_passes(operands)
     each = mxu_passes(operands.value.dtype)
     forward = each * (plan.packed * (2 * levels + 2) + 3)
     backward = each * (plan.packed * (6 * levels + 9) + 7)
-    inverse = close * plan.packed * (2 * LEVELS - 1)
-    return forward + inverse, backward + close * plan.packed * 2
+    inverse = precise * plan.packed * (2 * LEVELS - 1)
+    return forward + inverse, backward + precise * plan.packed * 2
 
 
 def _levels_of(operands: GatedOperands) -> int:
@@ -357,8 +380,12 @@ def _levels_of(operands: GatedOperands) -> int:
 def _gated_kernels(
     name: str, forward: Any, backward: Any, kept: Any, products: Any, together: int = 1
 ) -> Kernels:
-    """The kernels of a recurrence, by the passes of the MXU that `products` counts: of
-    a chunk's rows over a tile of 128 columns, forward and back."""
+    """Return the kernels of a recurrence.
+
+    Args:
+        products: counts the MXU passes of a chunk, forward and backward. A pass is a
+            product of the rows of a chunk with a tile of 128 columns.
+    """
 
     def cost(plan: ChunkPlan, operands: GatedOperands) -> list[tuple[int, int]]:
         tokens = math.prod(plan.grid) * plan.block
@@ -406,7 +433,10 @@ def _specs(plan: ChunkPlan, operands: GatedOperands, chunks: Chunks) -> GatedOpe
 
 
 def _more(operands: GatedOperands, specs: GatedOperands) -> list[tuple]:
-    """Log-decays, those of channels by query head, and β."""
+    """Return arrays with the shapes of the gradients of log-decays and β, and blocks.
+
+    The gradients of decays per channel are those of each query head.
+    """
     found = []
     if operands.by_channel is not None:
         found.append((operands.query, specs.query))
@@ -415,7 +445,7 @@ def _more(operands: GatedOperands, specs: GatedOperands) -> list[tuple]:
 
 
 def _decay_kept(plan: ChunkPlan, operands: GatedOperands) -> list[tuple]:
-    """The state before a chunk."""
+    """Return the shape and dtype of the residual: the state before a chunk."""
     return [(plan.widths, operands.value.dtype)]
 
 

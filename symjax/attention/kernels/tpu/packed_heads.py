@@ -1,4 +1,4 @@
-"""Packed heads: several heads in one tile of 128 lanes, as the projections lay them.
+"""Packed heads: several heads in one tile of 128 lanes, in the layout of projections.
 
 A tile holds two heads of 64 numbers, or four heads of 32. To multiply one head, the
 other heads of its tile are set to 0. So a NaN in one head reaches the other heads of
@@ -24,7 +24,7 @@ def heads_in_a_tile(heads: int, size: int, value_size: int) -> int:
 def pack_heads(
     x: Float[Array, "B T K h"], heads: int, length: int, size: int
 ) -> Float[Array, "B length heads*size"]:
-    """Return heads in lanes, one per query head; time and heads are padded with 0."""
+    """Repeat key heads for query heads, pad time and heads with 0, and join heads."""
     x = jnp.repeat(x, heads // x.shape[2], axis=2)
     missing = length - x.shape[1], size - x.shape[3]
     x = jnp.pad(x, ((0, 0), (0, missing[0]), (0, 0), (0, missing[1])))
@@ -32,7 +32,7 @@ def pack_heads(
 
 
 def unpack_heads(x: Float[Array, "B length W"], heads: int, like: Array) -> Array:
-    """Return [B T heads h], with the length and size of `like`: the inverse."""
+    """Undo `pack_heads`: return [B T heads h] with the length and size of `like`."""
     x = x.reshape(*x.shape[:2], heads, -1)
     return x[:, : like.shape[1], :, : like.shape[3]]
 

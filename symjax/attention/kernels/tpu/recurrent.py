@@ -1,6 +1,6 @@
 """Adapters of the recurrent kernels for TPUs, and the derivative that they share.
 
-An adapter makes arrays of kernels from those of a call: heads lie side by side in tiles
+An adapter converts the arrays of a call to those of kernels: heads are joined in tiles
 of lanes, and hidden tokens are 0.
 """
 
@@ -20,8 +20,8 @@ from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,
     VisibleTokens,
-    even,
     log_decay_of,
+    round_up,
     seen_decays,
     unsupported,
 )
@@ -29,7 +29,7 @@ from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
     Kernels,
     backward,
-    described,
+    flags_and_segments,
     forward,
 )
 from symjax.attention.kernels.tpu.decays import PARTS, constants
@@ -59,7 +59,7 @@ class RecurrentForm(NamedTuple):
 
     Attributes:
         operands: (plan, inputs) → the operands of the kernels.
-        fallback: XLA's form of the call, for the gradient of a projection.
+        fallback: the same call in XLA, for the gradient of a projection.
     """
 
     kernels: Kernels
@@ -80,8 +80,8 @@ class RecurrentForm(NamedTuple):
 class TpuFeatures(NamedTuple):
     """Performer and linear attention.
 
-    Features that are exponentials of random projections are made in the kernels;
-    elementwise ones are made by XLA in float32.
+    The kernels compute features that are exponentials of random projections. XLA
+    computes elementwise features in float32.
     """
 
     recurrence: Any
@@ -213,14 +213,14 @@ def _rows(plan: ChunkPlan, output: Array, given: Inputs) -> Float[Array, "B T N 
 
 
 def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
-    """Return what a kernel gives for an operand as the gradient of its array."""
+    """Convert the gradient of an operand to that of the array it was made from."""
     if like.ndim == 4:
         return unpack_gradient(x, plan.heads, like)
     return _summed_from_tiles(plan, x, like)
 
 
 def _of_projection(form: RecurrentForm, given: Inputs, change: Array) -> RandomFeatures:
-    """Return the gradient of random features, by XLA's form of the call."""
+    """Return the gradient of random features, by the same call in XLA."""
     mask = None if given.visible is None else given.visible[:, None, None]
     tokens = Tokens(*given[:3], (), mask, given.segment)
     attend = partial(form.fallback, tokens)  # type: ignore[arg-type]
@@ -242,14 +242,14 @@ def _feature_operands(
         rows,
         offset,
         norm,
-        *described(*seen, plan.length, plan.block),
+        *flags_and_segments(*seen, plan.length, plan.block),
     )
 
 
 def _projection(
     signs: tuple[int, ...], plan: ChunkPlan, random: RandomFeatures, dtype: Any
 ) -> tuple[Float[Array, "parts M H"], Float[Array, "1 M"]]:
-    """Return rows and offsets of packed heads; bfloat16 rows in two parts."""
+    """Return rows and offsets of packed heads. Rows in bfloat16 have two parts."""
     rows = random.rows.astype(jnp.float32)
     rows = rows * (LOG2E * jnp.sqrt(random.scale.astype(jnp.float32)))
     if len(signs) > 1:
@@ -257,8 +257,8 @@ def _projection(
     offset = jnp.zeros(rows.shape[0]) if random.offset is None else random.offset
     offset = offset.astype(jnp.float32) * LOG2E
     count, size = rows.shape
-    rows = jnp.pad(rows, ((0, even(count) - count), (0, plan.head_size - size)))
-    offset = jnp.pad(offset, (0, even(count) - count), constant_values=EMPTY)
+    rows = jnp.pad(rows, ((0, round_up(count) - count), (0, plan.head_size - size)))
+    offset = jnp.pad(offset, (0, round_up(count) - count), constant_values=EMPTY)
     rows = jnp.kron(jnp.eye(plan.packed), rows)
     parts = [rows]
     if dtype == jnp.bfloat16:
@@ -302,13 +302,13 @@ def _by_tiles(
 def _summed_from_tiles(
     plan: ChunkPlan, x: Float[Array, "B tiles P length"], like: Float[Array, "B T K"]
 ) -> Float[Array, "B T K"]:
-    """Return the gradient of `like` by that of `_by_tiles`."""
+    """Return the gradient of `like` from the gradient x of what `_by_tiles` returns."""
     x = x.reshape(*like.shape[::2], plan.groups, plan.length).sum(axis=2)
     return jnp.swapaxes(x[:, :, : like.shape[1]], 1, 2)
 
 
 def _in_parts(x: Float[Array, "*shape"], count: int) -> Array:
-    """Return bfloat16 numbers [count …] that add up to these."""
+    """Return bfloat16 arrays [count …] that add up to x."""
     parts = []
     for _ in range(count):
         parts.append(jax.lax.reduce_precision(x, 8, 7))

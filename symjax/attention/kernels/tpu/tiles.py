@@ -10,14 +10,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Shaped
 
 LANES = 128
-MOST_RESIDENT = 2**24  # bytes in VMEM at once, of which there are two buffers
+MOST_RESIDENT = 2**24  # bytes of a block in VMEM, which has two buffers of them
 LOG2E = 1.4426950408889634
 PLAIN = (((1,), (0,)), ((), ()))  # a b
 ACROSS = (((1,), (1,)), ((), ()))  # a bᵀ
 TURNED = (((0,), (0,)), ((), ()))  # aᵀ b
 
 
-def even(length: int, limit: int, unit: int = LANES) -> int:
+def equal_block(length: int, limit: int, unit: int = LANES) -> int:
     """Return the size of equal blocks: a multiple of `unit`, at most about `limit`."""
     return -(-length // (-(-length // limit) * unit)) * unit
 
@@ -58,7 +58,7 @@ def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
 
 
 def mxu_passes(dtype: Any) -> int:
-    """Return the passes of the MXU, which multiplies bfloat16, for a product."""
+    """Return how many bfloat16 products on the MXU one product of a dtype takes."""
     return 6 if dtype == jnp.float32 else 1
 
 
@@ -70,7 +70,7 @@ def _diagonal() -> Bool[Array, "128 128"]:
 
 
 def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
-    """Return a row as a column, by sums of diagonals: a tenth of a reshape's cost."""
+    """Return a row as a column, by sums of diagonals at a tenth of a reshape's cost."""
     pieces = [
         jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
         for x in range(0, row.shape[1], LANES)

@@ -83,7 +83,8 @@ class Model(Keys):
     head_size: int = key(
         0,
         "features per head; 0: width/heads. Differential V1: features of a branch's "
-        "queries and keys, half as many as its values have; 0: width/heads/2",
+        "queries and keys, half as many as its values have; 0: width/heads/2. gau and "
+        "flash: features of queries and keys; 0: width/2, at most 128",
         least=0,
     )
     feedforward: int = key(
@@ -108,7 +109,9 @@ class Model(Keys):
         ("none", "learned", "sinusoidal", "rope", "rope_interleaved", "alibi"),
     )
     rope_base: float = key(
-        10000.0, "the longest wavelength of RoPE is 2π·rope_base", least=1
+        10000.0,
+        "RoPE turns pair i of R features by rope_base^(−2i/R) radians per position",
+        least=1,
     )
     rope_share: float = key(
         1.0, "share of a head's features that RoPE rotates", least=0

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax.models.chips import CHIPS, Chip
 
-# Sizes in which the machines are sold. TPUs: slices of a pod. GPUs: boxes of up to 8
-# that NVLink joins, and several such boxes.
+# Sizes in which the machines are sold. TPUs: slices of a pod in whole hosts. GPUs:
+# boxes of up to 8, joined by NVLink, and several boxes of 8.
 GRIDS = {
     "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),

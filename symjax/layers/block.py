@@ -32,9 +32,10 @@ ACTIVATIONS = {
 
 # Value of model.remat → results that the backward pass keeps. All values keep the
 # results of attention kernels, which are as small as their inputs and expensive to
-# compute. Kernels of feature maps, such as the Performer's, are an exception: their
-# states are large, so the backward pass computes them again. "dots" does not keep every
-# product with weights: with all of them, a model of 1b parameters would fill 16 GB.
+# compute. There are two exceptions. cuDNN's results have no names to keep them by.
+# Kernels of feature maps, such as the Performer's, have large states, which the
+# backward pass computes again. "dots" does not keep every product with weights: with
+# all of them, a model of 1b parameters would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {
@@ -183,7 +184,7 @@ def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Call
         choice: the value of model.remat. "none" keeps everything, "dots" the input and
             most products with weights, "feedforward" the input and one product of the
             feed-forward, "full" the input alone. All keep the results of attention
-            kernels.
+            kernels, except those of cuDNN and the states of feature maps.
         in_scan: `run` is the body of a loop, which already keeps the compiler from
             merging the recomputation with the forward pass.
     """

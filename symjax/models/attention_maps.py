@@ -33,7 +33,8 @@ def operands_of(
     Args:
         layer: an `Attention` or a `GatedBlock`.
         padding_mask: True for tokens that exist. By default all exist.
-        segments: the documents of a row; a `GatedBlock` ignores them here.
+        segments: the documents of a row; None for a `GatedBlock`, which does not take
+            them here.
     """
     positions = positions_of(x, segments)
     lengths = layer.rotate.lengths(positions, padding_mask, segments)

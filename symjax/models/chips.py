@@ -1,10 +1,10 @@
-"""Accelerators in their makers' figures, and the least time of a step on them."""
+"""Accelerators with their makers' figures, and the least time of a step on them."""
 
 from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One accelerator in its maker's figures. Both links count one direction."""
+    """One accelerator with its maker's figures. Both links count one direction."""
 
     name: str
     flops: float  # dense bfloat16 operations per second
@@ -25,8 +25,9 @@ class Chip(NamedTuple):
     ) -> tuple[float, float, float]:
         """Return the least seconds of a step's compute, memory traffic and network.
 
-        Each is alone and at its maker's figure. They overlap: the step takes between
-        the longest of the three and their sum.
+        Each is computed alone, at the speed that the maker states. They may overlap, so
+        the step takes at least the longest of the three, and at these speeds at most
+        their sum.
 
         Args:
             devices: number of chips of this kind.

@@ -73,7 +73,7 @@ CHANGING = (
     *("attention.query_key_norm", "attention.output_gate"),
     *("attention.short_convolution", "attention.lambda_initial", "attention.head_norm"),
 )
-# `symmetric` with shared values → `symmetric` with the same keys and values apart.
+# `symmetric` with shared values → `symmetric` with the same keys and separate values.
 UNSHARED = {"kv": "none", "qkv": "plain"}
 
 Params = dict[str, Any]
@@ -113,11 +113,12 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - more key/value heads, a multiple of the source's: each is repeated, with its gates
       and feature map (constant decays need attention.decay_heads);
     - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
-    - values apart from shared ones (`symmetric` kv or qkv), and kv from qkv;
+    - separate values from values shared with keys (`symmetric` kv or qkv), and kv from
+      qkv;
     - gated blocks of another length: the output layer is rescaled;
     - a position term where there was none (its a is 1, its w is 0);
-    - differential V2 from one map: each query head twice, λ's projection 0 and values
-      times 2, since sigmoid(0) = ½.
+    - differential V2 from one map (`differential` none): each query head twice, λ's
+      projection 0 and values times 2, since sigmoid(0) = ½.
 
     Warm starts (`changes` names their keys, except classes):
     - another mechanism, option or position scale: the weights stay as they are;
@@ -131,8 +132,8 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     Weights that only the target has (λ, norms, feature maps, gates), and feature maps
     of another kind, start fresh. Weights of the source's mechanism that the target
     lacks are dropped (its norm per head, feature maps, decays). Random projections and
-    their statistics are constants: `carried` returns them, and the same function needs
-    the same constants.
+    their statistics are constants, which `carried` returns: with other constants the
+    target computes another function.
 
     Raises:
         ValueError: the models differ in a way that weights cannot follow, naming both,
@@ -246,7 +247,7 @@ def _check(source: config.Model, target: config.Model) -> None:
 
 
 def _check_sizes(source: config.Model, target: config.Model) -> None:
-    """Raise if heads or hidden features differ, with 0 as the size that it means."""
+    """Raise if heads or hidden features differ. A key with 0 has its default size."""
     of_source, of_target = sizes(source), sizes(target)
     kv_heads = of_source.kv_heads
     if of_target.kv_heads % kv_heads == 0:

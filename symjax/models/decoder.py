@@ -58,8 +58,9 @@ class Decoder(nnx.Module):
             dropout_key: turns dropout on, as in training.
             watch: function that is called in each block, as in `symjax.layers.Block`.
             segment_ids: tokens see only their own run of equal ids, and positions
-                restart in each document: outputs are those of each document alone. They
-                are not for the mechanism flash, whose groups are groups of the row.
+                restart in each document: outputs are those of each document alone. The
+                mechanism flash is an exception: its groups do not restart with a
+                document.
         Raises:
             ValueError: more tokens than learned positions.
         """
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
         cache: Cache,
         lengths: Int[Array, "B"] | None = None,
     ) -> tuple[Float[Array, "B T vocabulary"], Cache]:
-        """Read the next tokens: (logits after each of them, new cache).
+        """Read the next tokens; return (logits after each of them, new cache).
 
         A token costs one decoding step; earlier tokens are not computed again.
 

@@ -1,7 +1,7 @@
 """Sampling: one call reads the prompts, then each new token costs one step.
 
 The numbers of rows, of prompt tokens and of places in the cache are rounded up to
-powers of two, so that a program is compiled for a range of sizes.
+powers of two, so that one compiled program covers a range of sizes.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -32,9 +32,10 @@ def _exponential(query, key) -> float:
 
 
 def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
-    """Return index of the layer → mean λ of differential V2, over heads and tokens.
+    """Return the mean λ of each layer of differential V2, by the layer's index.
 
-    Each row counts as one document, also if it holds several.
+    The mean is over heads and tokens. Each row counts as one document, also if it holds
+    several.
     """
     graph, weights = nnx.split(model)
     return {

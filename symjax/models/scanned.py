@@ -30,16 +30,16 @@ def run_scanned(
     """Run x through all blocks by `jax.lax.scan` over the periods of the pattern.
 
     Block i of each period has the same modules, so the weights of these blocks are
-    stacked, kernels in the dtype of the computation. A step thus copies the weights
-    once. The model, its optimizer and its checkpoints have the weights of each block
-    separately.
+    stacked, with kernels in the dtype of the computation. Each training step thus
+    copies the weights once. The model, its optimizer and its checkpoints have the
+    weights of each block separately.
 
     Args:
         model: has blocks, remat, dtype and period, the number of blocks in the body.
         keys: dropout keys, one per block.
         padding_mask, segments: as in `symjax.layers.Block`.
     Raises:
-        ValueError: blocks differ in more than weights and numbers of their depth.
+        ValueError: blocks differ in more than weights and the values in `BY_DEPTH`.
     """
     blocks, period = model.blocks, model.period
     graphs = [_graph(block) for block in blocks]
@@ -90,7 +90,7 @@ def _scan(
 
 
 def _graph(block: nnx.Module) -> nnx.GraphDef:
-    """Return the static structure of a block without its numbers of depth."""
+    """Return the static structure of a block without the values in `BY_DEPTH`."""
     bare = nnx.merge(*nnx.split(block))
     set_values(bare, dict.fromkeys(values_by_depth(bare)))
     return nnx.graphdef(bare)

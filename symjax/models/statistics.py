@@ -25,10 +25,9 @@ def fit_statistics(model: Model, inputs: Any) -> None:
 
     Args:
         model: it is changed in place.
-        inputs: token ids [B T] or images, other ones than those that the model is
-            judged on: statistics of the same text would tell earlier tokens about later
-            ones. A row of an encoder that ends in pads is measured as its text,
-            repeated.
+        inputs: token ids [B T] or images, none of which the model is evaluated on:
+            statistics of the same text would tell earlier tokens about later ones. In a
+            row of an encoder, repetitions of its text replace the padding.
     Raises:
         ValueError: no layer of the model has such features.
     """
@@ -49,14 +48,14 @@ def fit_statistics(model: Model, inputs: Any) -> None:
 
 
 def _repeated_texts(tokens: np.ndarray) -> np.ndarray:
-    """Return rows of token ids whose pads (below 0) are filled by the text again."""
+    """Return rows of token ids with padding (below 0) replaced by the text again."""
     count = np.maximum((tokens >= 0).sum(axis=1, keepdims=True), 1)
     return np.take_along_axis(tokens, np.arange(tokens.shape[1])[None] % count, axis=1)
 
 
 @partial(jax.jit, static_argnums=0)
 def _measure(graph: nnx.GraphDef, arrays: Any, inputs: Any) -> dict[int, Statistics]:
-    """Return index in `attentions` → statistics of the layer in its first call."""
+    """Return the statistics of each layer's first call, by index in `attentions`."""
     model = nnx.merge(graph, arrays)
     calls: list[int] = []  # the id of the layer of each call
     measured: dict[int, Statistics] = {}

@@ -166,9 +166,7 @@ def with_positions(
             positions = jnp.where(padding_mask, positions, 0)
         rows = jnp.take(model.positions[...], positions, axis=0)
         x = x + rows.astype(x.dtype)
-    if (
-        model.sinusoidal_positions
-    ):  # embeddings are scaled to their size, as in the paper
+    if model.sinusoidal_positions:  # embeddings times √D: Vaswani et al. 2017
         rows = attention.sinusoidal(positions, x.shape[-1])
         x = x * x.shape[-1] ** 0.5 + rows.astype(x.dtype)
     return constrain(x, BATCH, "sequence", None)

@@ -93,7 +93,7 @@ def check_all(*checks: Callable[[], Any]) -> None:
 
 
 def check_settings(settings: dict[str, Any], only: dict[str, Any]) -> None:
-    """Raise unless settings have the only values that symjax's decoder supports.
+    """Raise unless each setting has the one value that symjax's decoder supports.
 
     Args:
         only: setting → its supported value; missing settings have it.
@@ -258,7 +258,7 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
 def in_shards(tensors: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
     """Split tensors into files of at most `size` bytes, in order: file → its tensors.
 
-    A tensor that is larger has a file of its own.
+    A tensor larger than that has a file for itself.
 
     Raises:
         ValueError: the size is not a whole number above 0.

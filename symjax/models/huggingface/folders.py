@@ -65,8 +65,8 @@ def read_folder(directory: str | Path) -> Folder:
     """Read a folder that `save_pretrained` of symjax or transformers wrote.
 
     Raises:
-        ValueError: a file is missing or damaged, the decoder does not have a setting,
-            or names and shapes of tensors do not fit the configuration.
+        ValueError: a file is missing or damaged, symjax's decoder does not support a
+            setting, or names and shapes of tensors do not fit the configuration.
     """
     directory = Path(directory)
     if not (directory / OWN).is_file():
@@ -95,11 +95,13 @@ def require_imports(directory: Path) -> dict[str, Any]:
 def read_family(
     directory: Path, *model_types: str, digest: str | None = None
 ) -> tuple[config.Model, dict[str, Any]]:
-    """Read a model of Hugging Face: symjax's configuration, parameters in float32.
+    """Read a model of Hugging Face; return (configuration, parameters in float32).
+
+    The configuration is symjax's.
 
     Args:
         model_types: accepted values of model_type. By default all that are known.
-        digest: of the tensors, if it is known.
+        digest: `digest_of` the tensors, if it is known.
     """
     check_folder(directory, SETTINGS)
     settings = read_json(directory / SETTINGS)
@@ -207,7 +209,7 @@ def _resolved(options: config.Model) -> config.Model:
 
 
 def _check_equal(ours: config.Model, theirs: config.Model, kind: str) -> None:
-    """Raise if keys differ that change the function, naming all of them."""
+    """Raise if keys that change the function differ, naming all of them."""
     wrong = []
     for name, _, _ in validation.fields(config.Model):
         value, wanted = map(attrgetter(name), (ours, theirs))

@@ -56,7 +56,7 @@ def options_of(settings: dict[str, Any]) -> config.Model:
     """Return symjax's configuration for a config.json.
 
     Raises:
-        ValueError: a setting is missing, or the decoder does not have it.
+        ValueError: a setting is missing, or symjax's decoder does not support it.
     """
     sizes = "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"
     activation = settings.get("activation_function", "gelu_new")

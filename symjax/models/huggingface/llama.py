@@ -1,7 +1,7 @@
 """Llama, and DiffLlama, which is a Llama with differential attention.
 
-Both rotate pairs of features (i, i + H/2), as symjax with `positions="rope"`. Weights
-of torch are [out, in], kernels of symjax [in, out].
+Both rotate pairs of features (i, i + H/2), as symjax does with `positions="rope"`.
+Weights of torch are [out, in], kernels of symjax are [in, out].
 """
 
 from functools import partial
@@ -60,6 +60,11 @@ def _branches(differential: str) -> int:
 
 
 def options_of(settings: dict[str, Any]) -> config.Model:
+    """Return symjax's configuration for a config.json.
+
+    Raises:
+        ValueError: a setting is missing, or symjax's decoder does not support it.
+    """
     differential = "v1" if settings["model_type"] == "diffllama" else "none"
     branches = _branches(differential)
     epsilon = RMS_NORM_EPS[settings["model_type"]]

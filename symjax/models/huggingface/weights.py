@@ -1,8 +1,8 @@
 """Exact conversion of layers: unilm's Diff Transformer, Hugging Face's DiffLlama.
 
-symjax has kernels [in, out], sub-heads in (head, branch) order, and with
-`positions="rope"` rotates pairs of features (i, i + H/2). Weights of torch are
-[out, in]. The functions below permute rows and columns. Hugging Face's norm per head
+symjax has kernels [in, out] and sub-heads in (head, branch) order, and rotates pairs of
+features (i, i + H/2) with `positions="rope"`. Weights of torch are [out, in]. The
+functions below permute rows and columns. Hugging Face's norm per head
 has no weight, so `to_diffllama` multiplies it into the output projection. Layers with
 bias, query/key norms or normalised keys cannot be converted.
 """
@@ -167,7 +167,10 @@ def flat(params: Weights) -> dict[str, Any]:
 
 
 def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inverse of `flat`; numbers in a path become int keys, as of blocks."""
+    """Return nested parameters from paths, as `flat` makes them.
+
+    A number in a path becomes an int, such as the index of a block.
+    """
 
     def path(name: str) -> tuple[int | str, ...]:
         return tuple(int(x) if x.isdecimal() else x for x in name.split("/"))

@@ -58,6 +58,8 @@ class Options(NamedTuple):
         seed: seed of the sample and of all other random numbers.
         rope_scaling: kinds of RoPE scaling that the task `length` tries.
         lengths: tokens of a row in the task `speed`; () means 128, 256, … 2048.
+        window: tokens of the held-out windows that tasks of attention maps read; None
+            means as many as in training, at most 512 in text.
     """
 
     batches: int | None = None

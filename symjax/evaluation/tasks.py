@@ -37,7 +37,7 @@ class Task(NamedTuple):
         meaning: one line for `eval.py --list`.
         sources: values of data.source for which the task is defined; () means any.
         encoders: whether the task is defined for encoders, too.
-        windows: whether it reads a few held-out windows, of --window tokens.
+        windows: whether the task reads the held-out windows whose length --window sets.
     """
 
     measure: Callable[[LoadedRun, Options], Result]

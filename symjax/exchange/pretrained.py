@@ -196,7 +196,7 @@ def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
     if tokenizer.vocabulary > vocabulary:
         raise ValueError(
             f"{folder / subwords.FILE} has {tokenizer.vocabulary} tokens, the model "
-            f"beside it {vocabulary}"
+            f"in its folder {vocabulary}"
         )
     begin = tokenizer.document_begin
     if begin is None:

@@ -15,9 +15,9 @@ python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 makes one of each pair of values. Complete runs are not trained again, so the same
 command continues after an interruption. All configurations of a seed are trained before
 those of the next seed, and each run is measured and printed when it is complete. At the
-end compare.md, compare.csv, compare.json and a PNG figure are written to --out, and
-with several configurations differences.csv and its figure, with --tasks tasks.csv, with
-differential attention lambda.csv.
+end compare.md, compare.csv, compare.json and a PNG figure are written to --out. Three
+more tables are written if they have rows: differences.csv with its figure, tasks.csv
+and lambda.csv.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
 only in their seed make one row.
@@ -109,7 +109,7 @@ def _parser() -> Parser:
     add(
         "--tasks", help="tasks of eval.py, separated by commas, or all; none by default"
     )
-    add("--baseline", help="differences are from this one; the first by default")
+    add("--baseline", help="configuration to compare with; the first by default")
     add("--match", choices=MEASURES, help="equal size or cost, by model.feedforward")
     add(
         "--tune",

@@ -106,8 +106,8 @@ def _parser() -> Parser:
     add(
         "--window",
         type=int,
-        help="for tasks of attention maps: tokens of the held-out windows that they "
-        "read; by default those of training, at most 512",
+        help="for tasks of attention maps: tokens of each held-out window; by default "
+        "as in training, at most 512",
     )
     add("--verify", action="store_true", help="first compare all data with its hashes")
     add("--prompt", help="text to continue; held-out text by default")

@@ -59,7 +59,7 @@ Pairs = Bool[np.ndarray, "T T"]  # [t, s] is True if key s is in a set of row t
 
 
 def shares(maps: Float[np.ndarray, "*N T T"]) -> Shares:
-    """Return |a| over the sum of its row, in float64; rows of zeros stay zero."""
+    """Return |a| divided by the sum of its row, in float64; rows of zeros stay zero."""
     size = np.abs(maps.astype(np.float64))
     total = size.sum(axis=-1, keepdims=True)
     return size / np.where(total == 0, 1, total)

@@ -15,7 +15,7 @@ from symjax.evaluation.results import Options
 WINDOWS = 4  # the most held-out windows that are read
 IMAGES = 32  # the most images, which have few tokens
 CANDIDATES = 8  # windows drawn for each one read, to find some within one document
-LONGEST = 512  # the most tokens of a window of text; each head then has a map [512 512]
+LONGEST = 512  # the most tokens of a window of text, without --window
 
 # Token ids of a row, negative at padding; or an image.
 Inputs = Int[np.ndarray, "T"] | Float[np.ndarray, "height width channels"]
@@ -41,9 +41,9 @@ class Window(NamedTuple):
 def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     """Return a few rows, with their padding, spread over the held-out examples.
 
-    There are 4 rows (32 if they are images), or `--batches` if that is fewer. Rows are
-    as long as in training, and rows of text have at most 512 tokens; or they have
-    `--window` tokens.
+    There are 4 rows (32 if they are images), or `--batches` if that is fewer. With
+    `--window` they have that many tokens. Otherwise rows are as long as in training,
+    but rows of text have at most 512 tokens, because each head has a map [T T].
 
     Raises:
         ValueError: the model or its data has no rows of `--window` tokens.
@@ -65,13 +65,14 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
 
 
 def _check_window(run: LoadedRun, length: int) -> None:
+    """Check that there are held-out rows of `length` tokens. Raises: ValueError."""
     model, longest = run.config.model, run.examples.longest
     if run.examples.fixed_length and length != model.length:
         reason = f"all rows of data.source={run.config.data.source} have {model.length}"
     elif model.positions == "learned" and length > model.length:
         reason = f"the model has {model.length} learned positions"
     elif longest is not None and length > longest:
-        reason = f"the held-out text has {longest}"
+        reason = f"the held-out text has {longest} tokens"
     else:
         return
     raise ValueError(f"--window {length} tokens: {reason}")

@@ -33,7 +33,7 @@ class Evaluated(NamedTuple):
             are kept apart.
         batches: number of held-out batches that were evaluated.
         all_batches: number of held-out batches in all.
-        unit: the unit of losses is nats per this: token, byte, label, ….
+        unit: "token", "byte", "label", …; losses are in nats per unit.
         from_checkpoints: whether the curve was measured on the kept checkpoints,
             because training evaluated on other batches.
         headlines: headline numbers of the evaluation tasks, by label.

@@ -1,9 +1,9 @@
-"""The best value of the keys of --tune, chosen on held-out rows of its own.
+"""The best value of the keys of --tune, chosen on a quarter of the held-out rows.
 
 `split` divides the held-out rows. Values are chosen on a quarter of them, the choosing
-rows. All numbers of the comparison are measured on the others, the judging rows. Each
-value is trained once, with the first seed. A configuration then uses the value with the
-least loss on the choosing rows.
+rows. All numbers of the comparison are measured on the judging rows, which are the
+others. Each value is trained once, with the first seed. A configuration then uses the
+value with the least loss on the choosing rows.
 """
 
 import dataclasses

@@ -11,8 +11,8 @@
     tokens.py     byte and character tokenizers; subwords.py: `tokenizer.json` and BPE,
                   with post_processing.py
     labelled.py   texts or images with one label each
-    generated.py  tasks with known answers: recall, needles, ListOps, and those of
-                  rearranged.py (copying, sorting …) and samples.py (majorities);
+    generated.py  tasks with known answers: recall, needles, ListOps, the tasks of
+                  rearranged.py (copying, sorting …) and of samples.py (majorities);
                   draws.py: their random numbers; rows.py: the type of their rows
     ngrams.py     n-gram baselines; text_statistics.py: held-out targets and their bytes
     delimiters.py the tokens before and after a document, for prompts of a model

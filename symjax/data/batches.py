@@ -185,8 +185,8 @@ def training_windows(
             share of the rows.
         shard: tokens per shard of a stream (see `shard_starts`); 0 for other texts.
     Returns:
-        int32 [B, length] each; targets are the inputs one token later. With ends, the
-        inputs are `SegmentedTokens`, and the targets those of `with_segment_ids`.
+        int32 [B, length] each; targets are the inputs one token later. With `ends`, the
+        result of `with_segment_ids` for these inputs and targets.
     Raises:
         ValueError: the text is shorter than one window.
     """

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from symjax.data.tokens import Tokenizer
 
-SEPARATOR = "\0"  # between documents if the tokenizer has no token for their end
-FORMAT = 2  # of texts packed now; format 1 had no token before the first document
+SEPARATOR = "\0"  # between documents if the tokenizer has no tokens around them
+FORMAT = 2  # format of new packed texts; 1 had no token before the first document
 
 Piece = str | int | None  # a text, a token, or nothing
 
@@ -70,7 +70,7 @@ def boundaries(
 
     Args:
         several: whether the text has several documents.
-        format: of the packed text; format 1 has no token before the first document.
+        format: format of the packed text; 1 has no token before the first document.
     """
     end = tokenizer.document_end
     if format == 1:

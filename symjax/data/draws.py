@@ -20,7 +20,7 @@ class Draws:
     Args:
         seed: any integer.
         rows: int64 [B]; equal numbers get equal draws.
-        attempt: another attempt gets other draws for all rows.
+        attempt: number of the attempt; each gets other draws for all rows.
     """
 
     def __init__(self, seed: int, rows: np.ndarray, attempt: int = 0):

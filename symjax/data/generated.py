@@ -26,8 +26,8 @@ from symjax.data.rearranged import ARRANGEMENTS, rearranged
 from symjax.data.rows import NOTHING, Rows
 from symjax.data.samples import sets
 
-HELDOUT = 8  # one row in so many is held out
-ATTEMPTS = 5000  # at most, to draw a row of the wanted split
+HELDOUT = 8  # one row in 8 is held out
+ATTEMPTS = 5000  # most attempts to draw a row of the wanted split
 
 
 class Generator(NamedTuple):
@@ -135,7 +135,7 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
     tokens = symbols + draws.below(symbols, length + 1)
     tokens[:, 0 : 2 * count : 2], tokens[:, 1 : 2 * count : 2] = keys, values
     slots = (length + 1 - 2 * count) // 2
-    # Places with the largest u^(1/w) are a draw without replacement with weights w.
+    # The places with the largest u^(1/w) are drawn without replacement, with weights w.
     weights = (1 + np.arange(slots)) ** (POWER - 1)
     chances = np.log(draws.uniform(slots) + 2.0**-54) / weights
     chosen = np.argsort(-chances, axis=1)[:, :count]
@@ -183,7 +183,7 @@ def plant(
     room = length + 1 - 3 * asked
     free = room - 3 * count  # tokens of hay before the questions
     tokens = 2 * symbols + draws.below(symbols, length + 1)
-    # Before a needle are its share of the hay, and the needles of smaller depth.
+    # A needle comes after its share of the hay and after the needles of smaller depth.
     ranks = np.argsort(np.argsort(depths, axis=1), axis=1)
     places = np.round(depths * free).astype(np.int64) + 3 * ranks
     start = room + 3 * np.arange(asked)[None].repeat(len(tokens), axis=0)
@@ -203,8 +203,8 @@ def plant(
 def example_places(options: config.Data, tokens: np.ndarray) -> np.ndarray:
     """Places [B, items, size] of the examples in rows of `mqar` and `needle`.
 
-    Examples are pairs or needles, in the order of the row. The last two places of each
-    are those of its key and value.
+    Examples are pairs or needles, in the order of the row. The last two places of an
+    example hold its key and its value.
     """
     count = options.items
     if options.source == "mqar":

@@ -28,11 +28,12 @@ def cross_entropies(
 
     p(c | context) = (count(context c) + 0.01) / (count(context) + 0.01 vocabulary)
 
-    The targets are those of a model of the text. The training targets are counted, and
-    the result is a mean over the held-out targets. The first token of the text is no
-    target. The first token of a document is a target only if the model predicts it. A
-    context that would begin before its document repeats the document's first input. If
-    there are more than `COUNTED_TARGETS` targets, a sample of them is taken.
+    The targets are the tokens that a model of the text has to predict. The training
+    targets are counted, and the result is a mean over the held-out targets. The first
+    token of the text is no target. The first token of a document is a target only if it
+    follows a shared separator. A context that would begin before its document repeats
+    the document's first input. If there are more than `COUNTED_TARGETS` targets, a
+    sample of them is taken.
 
     Time O(T log T). Memory grows with the number of distinct n-grams of train, not with
     vocabulary³.

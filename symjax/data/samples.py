@@ -35,8 +35,8 @@ def majorities(tokens: np.ndarray) -> np.ndarray:
     for place, token in enumerate(tokens.T):
         counts[batch, token] += 1
         count = counts[batch, token]
-        # A token with more than the largest count leads alone; one that reaches the
-        # largest count shares it, since a leader would have got more.
+        # A token whose count exceeds the largest count leads alone. If its count only
+        # equals the largest, it was not the leader, so it now ties with another token.
         leader = np.select([count > most, count == most], [token, NOTHING], leader)
         most = np.maximum(most, count)
         targets[:, place] = leader

@@ -332,7 +332,7 @@ def with_bos(tokenizer: SubwordTokenizer, bos: str, path: Path) -> SubwordTokeni
 
 
 def configured_token(path: Path, name: str) -> str:
-    """The token under a key of the `tokenizer_config.json` beside a file, or "".
+    """Return the token that `tokenizer_config.json` in a file's folder names, or "".
 
     Args:
         name: the key, such as "eos_token".

@@ -72,7 +72,7 @@ def _new_state(
         changed = changes(source, model)
         if changed and is_process_zero():
             print_warning(
-                "init_from: the weights begin as another function, by "
+                "init_from: before training the model computes another function, by "
                 f"{', '.join(changed)}"
             )
         state = state._replace(params=_placed(origin.params, state.params))

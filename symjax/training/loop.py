@@ -97,7 +97,7 @@ def train(
     clock = Clock(options.batch_size * options.model.length)
     transfer.check(options)
     with removed_on_failure(workdir):
-        # Configuration. A resumed run keeps the optimizer's rules it began with.
+        # Configuration. A resumed run keeps the version of the optimizer's rules.
         mesh = all_succeed(lambda: make_mesh(options.mesh))
         folder = workdir / "checkpoints"
         check_same(checkpoints=Checkpoints(folder).steps())

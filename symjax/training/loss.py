@@ -140,7 +140,7 @@ def objective(
         target_score = jnp.take_along_axis(scores, target, axis=-1)
         loss = jnp.where(has_target, jnp.log(total) - (target_score - shift), 0)
         normaliser = jnp.where(has_target, jnp.log(total) + shift, 0)
-        # exp(score − normaliser) would be the same, but with the normaliser's rounding.
+        # exp(score − normaliser) would be equal, but add the normaliser's rounding.
         weight = (1 + 2 * z_loss * normaliser) / total
         gradient = jnp.exp(scores - shift) * weight
         gradient -= jax.nn.one_hot(targets, scores.shape[-1], dtype=scores.dtype)
@@ -194,7 +194,7 @@ def _sum_over_parts(part: Callable) -> Callable[..., Objective]:
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
-        # The layer would round the weights to the type of its inputs in every part.
+        # Rounded once: the layer would round them to its inputs' dtype in every part.
         rounded = jax.tree.map(lambda x: x.astype(hidden.dtype), weights)
 
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:

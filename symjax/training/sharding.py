@@ -156,8 +156,8 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     """Return the sharding of every weight of a nested dict, by its rule.
 
-    The rules are those of this file and, for weights of layers, of `layers.rules`. The
-    first that matches the weight's path decides.
+    The rules come from the tables of this file and from `layers.rules`. The first that
+    matches the weight's path decides.
 
     Raises:
         ValueError: no rule matches a weight, or an axis of the mesh does not divide

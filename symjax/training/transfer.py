@@ -214,7 +214,7 @@ class TransferSteps(NamedTuple):
         """
         student = nnx.merge(self.program.graph, _overlaid(params, new), constants)
         model = abstract(self.teacher)
-        weights = _those_of(params, parts(model)[0])
+        weights = _entries_in(params, parts(model)[0])
         teacher = nnx.merge(nnx.graphdef(model), weights, {})
         segments, options = None, {}
         if isinstance(inputs, SegmentedTokens):
@@ -270,7 +270,7 @@ class TransferSteps(NamedTuple):
 def compiled_transfer(
     options: config.Config, program: Program, teacher: config.Model
 ) -> Callable[..., tuple[State, dict[str, Array]]]:
-    """Return the jitted step of the transfer; its arguments are those of `train`."""
+    """Return the jitted step of the transfer, with the arguments of `Program.train`."""
     model = abstract(program.model)
     stacks = Stacks(len(model.blocks), model.period)
     first = stacks.first(parts(model)[0])
@@ -331,9 +331,9 @@ def _overlaid(tree: Any, leaves: dict[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(choose, tree)
 
 
-def _those_of(tree: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
+def _entries_in(tree: dict[Any, Any], like: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a nested dict whose names `like` has too."""
     return {
-        name: _those_of(tree[name], part) if isinstance(part, dict) else tree[name]
+        name: _entries_in(tree[name], part) if isinstance(part, dict) else tree[name]
         for name, part in like.items()
     }

@@ -79,6 +79,6 @@ def _lock(workdir: epath.Path) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            # Before the release: afterwards the file may be another run's.
+            # Removed before the release, since afterwards another run may hold it.
             path.unlink(missing_ok=True)
             lock.release()

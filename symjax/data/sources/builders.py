@@ -140,7 +140,7 @@ def _has_no_rows(error: Exception, path: str) -> bool:
 def _with_column_types(builder: Any, request: Request) -> Any:
     """Return the `_split_generators` of a builder, changed to set column types first.
 
-    The types are those of the columns to read only.
+    Only the columns to read have types.
     """
     generators = builder._split_generators
 

@@ -75,7 +75,7 @@ def _csv_table(builder: Any, rows: pandas.DataFrame, request: Request) -> pyarro
     import pandas
     import pyarrow
 
-    # If rows have more fields than the header, pandas takes the first as an index.
+    # If rows have more fields than the header, pandas takes the first field as index.
     shifted = not isinstance(rows.index, pandas.RangeIndex)
     if shifted and builder.config.index_col is None:
         if (rows.iloc[:, -1] == "").all():

@@ -180,7 +180,7 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
         several = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         raise UnusableData(
             f"data.name {folder!r} has files of several formats ({several}), of which "
-            "one would be read: put each format into a folder of its own"
+            "only one would be read: put each format into a folder of its own"
         )
 
 
@@ -204,7 +204,7 @@ def check_splits_seen(
     if 0 < len(unseen) < len(names):
         raise UnusableData(
             f"data.name {folder!r}: {unseen[0]!r} would be trained on, since names of "
-            "splits in capitals are not known: rename it"
+            "splits in capitals are ignored: rename it"
         )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from symjax import config
 from symjax.data.shuffle import shuffled
 
-PERIOD = 1000  # rows in which each source has its share, rounded to a row
+PERIOD = 1000  # rows in which each source has its share, rounded to whole rows
 TOLERANCE = 0.1  # relative change of a share by rounding, above which a line reports it
 ENTRY_KEYS = {"text": "path", "hub": "name"}  # source → key that an entry of it sets
 

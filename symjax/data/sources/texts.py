@@ -69,7 +69,7 @@ def _side_of_cut(document: Document, cut: int, *, before: bool) -> Iterator[str]
 def wide_encoding(block: bytes) -> str:
     """Return "UTF-16" or "UTF-32" if bytes begin with its byte order mark, else ""."""
     marks = {
-        codecs.BOM_UTF32_LE: "UTF-32",  # first, since it begins with that of UTF-16
+        codecs.BOM_UTF32_LE: "UTF-32",  # first, since it begins like UTF-16's mark
         codecs.BOM_UTF32_BE: "UTF-32",
         codecs.BOM_UTF16_LE: "UTF-16",
         codecs.BOM_UTF16_BE: "UTF-16",

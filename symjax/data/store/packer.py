@@ -249,7 +249,7 @@ class _Packer:
         """The part of the manifest that is known after the first shard."""
         if not counts.tokens:
             raise ValueError(
-                f"data.name {self.options.name!r} has no text beside what is held out"
+                f"data.name {self.options.name!r} has no text besides the held-out text"
             )
         files = table.files(self.options)
         arrays = {x: np.load(self.place / x, mmap_mode="r") for x in HELDOUT_FILES}
@@ -304,7 +304,7 @@ def _end_with_parent() -> None:
 def main() -> None:
     """Pack the request on stdin; exit with 0, or with 1 and the reason on stdout."""
     reasons = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # stdout is for reasons alone: prints of libraries go to stderr
+    os.dup2(2, 1)  # what libraries print goes to stderr; stdout has only the reason
     request = request_from_json(sys.stdin.buffer.readline().decode())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -77,11 +77,11 @@ class Stream:
             ValueError: the packer has ended before; the message has its reason.
         """
         reported = time.monotonic() + 1 - REPORT_SECONDS
-        while not self._look() and self.counts.tokens < tokens:
+        while not self._update_counts() and self.counts.tokens < tokens:
             if self._closed:
                 raise ValueError(f"{self.place} is closed")
             ended = self._process.poll() is not None
-            if ended and not self._look() and not self._closed:
+            if ended and not self._update_counts() and not self._closed:
                 raise ValueError(self._reason())
             if self.counts.tokens and time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
@@ -105,7 +105,7 @@ class Stream:
         self._closed = True
         self._end()
 
-    def _look(self) -> bool:
+    def _update_counts(self) -> bool:
         """Update `counts`; return whether all of the stream is packed."""
         if self.complete:
             return True
@@ -175,7 +175,7 @@ def open_stream(
     Args:
         replace, format: as in `open_folder`.
     Raises:
-        ValueError: the data set cannot be read, or is not that of the run's manifest.
+        ValueError: the data set cannot be read, or differs from the run's manifest.
     """
     known = _kept_manifest(options, directory, replace)
     revisions = known["revisions"] if known else table.revisions(options)

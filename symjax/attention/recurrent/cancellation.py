@@ -43,7 +43,7 @@ def read_around_mean(
     Args:
         product: an einsum.
         nonnegative: number of leading key features, which are never negative.
-        sums, total: those of the state.
+        sums, total: Σ φ(k) vᵀ and Σ φ(k) over the keys of the state.
         row: features of the queries.
         denominator: row · total.
         size: Σ |terms| of the denominator.

@@ -6,14 +6,14 @@ after key s up to query t. `chunk_decays` computes all of them for one chunk.
 Blocks of 2, 4, 8 … tokens are joined two by two, as in a merge sort. Queries of the
 second half see keys of the first half. The log-decay of such a pair is the sum from the
 key to the boundary between the halves plus the sum from there to the query. No sum is
-subtracted from another one. So every factor is at most 1, a strong decay costs no other
-decay its digits, and −∞, which forgets everything, is a valid log-decay.
+subtracted from another one. So every factor is at most 1, a strong decay does not make
+other decays less exact, and −∞, which forgets everything, is a valid log-decay.
 
 Short blocks are slow on accelerators and make programs long. The recursion therefore
 starts with blocks of up to 128 tokens for decays per head. For decays per channel it
-starts with 16 tokens, or with 8 in chunks below 128 tokens. Forward and backward,
-decays per head then take 25 Mcycles instead of 65, as v5e's compiler estimates it
-(B 4, T 4096, N 16, H 64).
+starts with 16 tokens, or with 8 in chunks below 128 tokens. For decays per head this
+takes 25 million cycles instead of 65, forward and backward, by the estimate of the
+compiler for a v5e (B 4, T 4096, N 16, H 64).
 """
 
 import math
@@ -29,7 +29,7 @@ from symjax.attention.core.products import TILE, einsum, products
 from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle
 
-SMALL_TILE = 16  # tokens of a first block with one exponential per pair and channel
+SMALL_TILE = 16  # tokens of a first block, for decays per channel
 SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
 
 
@@ -104,7 +104,7 @@ def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
 
 
 def by_channel(operands: tuple[Array, ...]) -> bool:
-    """Return whether the last operand is a log-decay of each channel [#B #T K H]."""
+    """Return whether the last operand is a log-decay per channel, [#B #T K H]."""
     return any(x.ndim == 4 and x.shape[-1] > 1 for x in operands[-1:])
 
 
@@ -116,8 +116,9 @@ def chunk_decays(
 ) -> ChunkDecays:
     """Return the decays of a chunk, and the scores of its pairs.
 
-    Decays per channel (F = H) take O(T H log T) exponentials more than decays per head
-    (F = 1). A shared log-decay takes O(T²) exponentials for all chunks together.
+    Decays per head (F = 1) take O(T²) exponentials per head. Decays per channel (F = H)
+    take O(T H log T), and T H times the tokens of a first block. A shared log-decay
+    takes O(T²) for all chunks together.
 
     Args:
         shared: the log-decay that all tokens share; None: it is the last operand of the
@@ -259,9 +260,9 @@ def _short_block_scores(
 ) -> Float[Array, "B K G n T T"]:
     """Return scores of first blocks, with one exponential per pair and channel.
 
-    The exponentials are T times as many numbers as the keys. Writing them to memory
-    takes longer than computing them, so they are recomputed for every sum and for every
-    group of queries.
+    There are T times as many exponentials as numbers in the keys. Writing them to
+    memory takes longer than computing them. So they are recomputed for every sum and
+    for every group of queries.
     """
     scores = []
     for group in range(query.shape[2]):

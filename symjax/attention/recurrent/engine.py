@@ -10,9 +10,9 @@ token. They handle initial and returned states, masks, segments, and time that i
 over a mesh axis.
 
 A CPU runs one chunk after the other. On accelerators the length of a chunk is a
-multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 tokens of a
-row run in parallel there, and the next 4096 tokens follow. On a single GPU the limit is
-not 4096 tokens of a row, but tokens · examples · query heads ≤ 2¹⁸.
+multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 tokens of an
+example run in parallel there, and the next 4096 tokens follow. On a single GPU the
+limit is tokens · examples · query heads ≤ 2¹⁸ instead.
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time
 is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode

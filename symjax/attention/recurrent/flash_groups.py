@@ -4,9 +4,9 @@ A row is the sum of two parts:
 
 - The near part is quadratic attention to the group of the row, with weights relu². The
   row-block engine (`scores/rows.py`) takes each group as an example of its own.
-- The far part is linear attention without a denominator to the groups before it, which
-  are a sum Σ k vᵀ of fixed size. Its recurrence is `EarlierGroups`. Without causality
-  it reads all groups.
+- The far part is linear attention without a denominator to earlier groups. Its state is
+  the sum Σ k vᵀ over these groups. Its recurrence is `EarlierGroups`. Without causality
+  the far part reads all groups.
 
 `attend_groups` computes all tokens of a sequence, `prefill` continues from a state, and
 `step` decodes one token. Hidden tokens and padding have zeros as keys and values, which
@@ -43,8 +43,8 @@ class FlashState(NamedTuple):
 
     Attributes:
         key, linear_key, value: tokens of the group that is not full yet, then zeros.
-        place: number of these tokens.
-        sums: Σ k vᵀ over the groups before, with linear keys, float32 at least.
+        place: number of tokens in that group.
+        sums: Σ k vᵀ over all full groups, with linear keys, float32 at least.
     """
 
     key: Float[Array, "B G K H"]
@@ -106,6 +106,7 @@ class FlashSettings(NamedTuple):
     Attributes:
         group_size: tokens of a group.
         weights: row weights of the near part.
+        is_causal: whether rows see no later tokens.
         linear_divisor: divisor of the far part.
     """
 
@@ -156,7 +157,7 @@ def prefill(
     its own number of tokens in that group.
 
     Args:
-        count: number of these tokens that the new state reads, for each example. The
+        count: how many of the new tokens the new state reads, for each example. The
             caller updates `place`.
     """
     if _is_empty(tokens):

@@ -1,8 +1,8 @@
 """Power series of the matrix QQᵀ of every prefix, as a recurrence.
 
-x ↦ M_t x for all tokens t of a chunk, with M_t = Σ_{s≤t} q_s q_sᵀ, is linear attention
-whose values are the keys. So a series in M_t costs as many of these products as it has
-terms, and no matrix of a single token is formed.
+Let M_t = Σ_{s≤t} q_s q_sᵀ. The products M_t x_t for all tokens t of a chunk are linear
+attention whose values are the keys. So each term of a power series in M_t costs one
+linear attention, and M_t is not computed for every token.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ from symjax.attention.recurrent.chunks import (
 from symjax.attention.recurrent.decays import chunk_decays, times_decay
 from symjax.attention.recurrent.recurrence import Schedule
 
-# e^A is exact to rounding for eigenvalues up to 18 in float64, 30 in float32.
+# With so many terms e^A is exact up to rounding for eigenvalues of A up to 18 in
+# float64, and up to 30 in float32.
 TERMS = 64
 
 
@@ -45,9 +46,9 @@ class SeriesParameters(NamedTuple):
     """Arrays that all tokens share.
 
     Attributes:
-        scale: c.
+        scale: c, the factor of QQᵀ.
         coefficients: a₀, a₁, … of a polynomial; None for a named function.
-        log_decay: [K 1] if all tokens share it.
+        log_decay: the log-decay of each head if all tokens share it, or None.
     """
 
     scale: Float[Array, ""]
@@ -73,7 +74,7 @@ class PowerSeries:
 
     Attributes:
         name: "exp", "expm1" or "ones_plus"; None for a polynomial.
-        unit_rows: divide every row of the matrix by its length.
+        unit_rows: divide every row of the matrix by its Euclidean norm.
     """
 
     kernel = None
@@ -81,7 +82,7 @@ class PowerSeries:
     unit_rows: bool = False
 
     def schedule(self) -> Schedule:
-        # The derivative of a series keeps its terms, which are TERMS times the queries.
+        # The derivative keeps all terms of a series, each of the size of the queries.
         return Schedule(on_one_gpu_only=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MatrixFunctionState:
@@ -128,7 +129,7 @@ class PowerSeries:
         key: Array,
         times_matrix: Callable[[Array], Array],
     ) -> tuple[Any, Array]:
-        """Return f(0) and g(A_t) q_t for every token t."""
+        """Return f(0) and g(A_t) q_t for every token t, with g(x) = (f(x) − f(0)) / x."""
         if prepared.coefficients is not None:
             coefficients = prepared.coefficients
             return coefficients[0], _horner(times_matrix, key, coefficients)

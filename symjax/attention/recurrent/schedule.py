@@ -19,7 +19,8 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-PARALLEL_TOKENS = 4096  # of a row, whose chunks run in parallel; bounds the memory
+# Tokens of an example whose chunks run in parallel, at most. It bounds the memory.
+PARALLEL_TOKENS = 4096
 # The limit on a single GPU, for tokens · examples · query heads. Chunks at this limit
 # need 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
@@ -46,8 +47,8 @@ def run_parallel_chunks(
     that the state before each chunk is known. Last the rows are computed, in parallel.
 
     Accelerators are slow at many small products. Forward and backward, a constant decay
-    takes 65 Mcycles with one chunk after the other, and 12 in parallel, as v5e's
-    compiler estimates it (B 4, T 4096, N 16, H 64).
+    takes 65 million cycles with one chunk after the other, and 12 in parallel, by the
+    estimate of the compiler for a v5e (B 4, T 4096, N 16, H 64).
 
     Args:
         as_examples: True makes chunks further examples of the batch. Then `advance` may

@@ -114,9 +114,9 @@ def length(run: LoadedRun, options: Options) -> Result:
     averaging = averages([x * base for x in FACTORS], base, options.seed)
     text += [
         f"losses in {unit}, {_batches_text(run, options.batches or BATCHES)}",
-        "second table: an average of n values of ±1 by scores that should be equal",
-        "(N(0, 0.25)), its error in units of 1/√n, and the share of wrong majorities,",
-        f"with log-n scaling off and on (base {base})",
+        "second table: attention with scores from N(0, 0.25), which should be equal,",
+        "averages n values of ±1; error of the average in units of 1/√n, and share of",
+        f"averages with the wrong sign, with log-n scaling off and on (base {base})",
     ]
     states = ("average, off", "majority, off", "average, on", "majority, on")
     tables = (
@@ -172,12 +172,12 @@ def _factors(run: LoadedRun) -> tuple[list[int], list[str]]:
     if run.config.model.positions == "learned":
         factors = (1,)
         text.append(
-            f"a model with learned positions has {size} of them: no longer windows"
+            f"longer windows cannot be measured: the model has {size} learned positions"
         )
     longest = run.examples.longest or math.inf
     missing = ", ".join(f"{x}×" for x in factors if x * size > longest)
     if missing:
-        text.append(f"the held-out text is too short for {missing} of {size}")
+        text.append(f"the held-out text is too short for {missing} {size} tokens")
     return [x for x in factors if x * size <= longest], text
 
 

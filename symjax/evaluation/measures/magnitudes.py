@@ -51,7 +51,7 @@ def outliers(run: LoadedRun, options: Options) -> Result:
     }
     columns = ("of", "layer", *(f"top-{n}" for n in TOPS), "median")
     cells = [(LABELS[name], *row.values()) for name in rows for row in rows[name]]
-    text = [] if rows["logit"] else ["attention scores: none, no layer forms them"]
+    text = [] if rows["logit"] else ["attention scores: none, no layer computes them"]
     return Result({"outliers": rows}, text, (Table("outliers", columns, cells),))
 
 

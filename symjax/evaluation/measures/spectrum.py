@@ -99,7 +99,7 @@ def _result(
         columns = ("layer", "tokens in π", "largest π", "error of detailed balance")
         tables.append(table("spectrum_chains", columns, chains))
         what = "softmax of QKᵀ without the causal mask" if causal else "the maps"
-        text.append(f"chains: {what}; an error of 0 means reversible, at most √2")
+        text.append(f"chains: {what}; the error is 0 if reversible, and at most √2")
     elif causal:
         text.append("chains: none, the maps are causal and no layer has softmax")
     else:

@@ -65,8 +65,8 @@ def speed(run: LoadedRun, options: Options) -> Result:
     lengths = options.lengths or LENGTHS
     model = run.config.model
     text = [
-        f"{name_of(model)} against softmax: one row of tokens, {ROUNDS} rounds that "
-        f"take turns, on {jax.devices()[0].device_kind}"
+        f"{name_of(model)} against softmax: one row of tokens, {ROUNDS} alternating "
+        f"rounds, on {jax.devices()[0].device_kind}"
     ]
     if model.patch:
         text.append("the tokens are patches, of images one patch high")
@@ -82,7 +82,7 @@ def speed(run: LoadedRun, options: Options) -> Result:
             break
         hurried = not options.lengths and length < LENGTHS[-1]
         if hurried and time.monotonic() - start > PATIENCE:
-            reason = f"these took {PATIENCE:.0f} s"
+            reason = f"these took more than {PATIENCE:.0f} s"
             text.append(f"more than {length} tokens left out: {reason}")
             break
     measured = ("tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax")

@@ -107,8 +107,8 @@ def dimension(run: LoadedRun, options: Options) -> Result:
     shown = ", ".join(map(str, sizes))
     reach = ", ".join(f"{math.exp(size / 8):,.0f}" for size in sizes)
     text = [
-        f"by the rule 8 ln n heads of size {shown} can tell {reach} tokens apart;",
-        f"{length} tokens of training need {needed_dimension(length):.0f}",
+        f"by the rule 8 ln n, heads of size {shown} can tell {reach} tokens apart;",
+        f"the {length} tokens of training need size {needed_dimension(length):.0f}",
     ]
     values = {"head_sizes": sizes, "length": length, "needed": needed_dimension(length)}
     tables = (Table("dimension", ("tokens", "8 ln n"), rows),)

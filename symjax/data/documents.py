@@ -58,7 +58,7 @@ def with_segment_ids(
     If no separator is shared, the last token of a document has no target (−1), because
     the next token belongs to another document.
 
-    Time O(log documents + T) per row.
+    Time O(log documents + T log T) per row.
 
     Args:
         starts: [B], the places in the text at which the rows begin.

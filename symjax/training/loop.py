@@ -60,7 +60,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
             numbered by step · batch_size, so a run with another batch_size continues at
             another place of the data.
     Raises:
-        ValueError: bad input; the message is one line, and the workdir is unchanged.
+        ValueError: bad input; the message is one line. The workdir is unchanged, unless
+            the data can no longer be read after the first step.
         FloatingPointError: the loss or its gradient is not finite, or the gradient is
             a spike.
         Interrupted: a signal came; if steps were made, the last one has been saved.

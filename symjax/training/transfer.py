@@ -55,8 +55,8 @@ def check(options: config.Config) -> None:
         )
     if chosen.steps and not options.init_from:
         raise ValueError(
-            f"transfer.match {chosen.match!r} needs init_from, a run whose attention "
-            "it matches"
+            f"transfer.match {chosen.match!r} needs init_from, whose attention it "
+            "matches"
         )
     if chosen.steps >= options.steps:
         raise ValueError(

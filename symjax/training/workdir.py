@@ -11,7 +11,7 @@ from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.storage import check_writable, local_folder, store_errors
 
-# Names that a run makes inside its workdir, besides the lock.
+# Names that a run may make in its workdir before its first step, besides the lock.
 PARTS = ("checkpoints", "data", "tensorboard", "wandb", "profile", "metrics.jsonl")
 LOCK = "lock"
 

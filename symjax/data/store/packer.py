@@ -154,10 +154,10 @@ class _Packer:
     def _held_out(
         self, left_out: LeftOut | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield held-out documents, with the state after each, up to the limits above.
+        """Yield held-out documents, with the state after each.
 
-        They come from the held-out split. If there is none, they are the first
-        documents of the training split.
+        They come from the held-out split, or else from the beginning of the training
+        split, up to `HELD_SHARE` and `LARGEST_HELD_OUT`.
         """
         left = min(LARGEST_HELD_OUT, self.options.tokens * HELD_SHARE)
         for text, state in self._documents(-1, left_out):

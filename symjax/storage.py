@@ -28,7 +28,7 @@ from etils import epath
 SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*)://")
 ONE_SLASH = re.compile("^(gs|s3):/(?!/)")
 KINDS = "a folder of this machine, or gs://BUCKET/FOLDER"
-# Errors of TensorStore that say nothing about the objects themselves.
+# Errors of TensorStore that do not tell whether objects are missing or damaged.
 UNANSWERED = re.compile(
     "(ABORTED|DEADLINE_EXCEEDED|INTERNAL|PERMISSION_DENIED|RESOURCE_EXHAUSTED|"
     "UNAUTHENTICATED|UNKNOWN|UNAVAILABLE): "

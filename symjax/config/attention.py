@@ -43,9 +43,9 @@ class Attention(Keys):
     )
     symmetric: str = key(
         "none",
-        "keys. none: a projection of their own; plain: the queries; pairwise: U·query; "
-        "kv: a projection of their own, which is also the values; qkv: the queries, "
-        "which are also the values",
+        "keys. none: a separate projection; plain: the queries; pairwise: U·query; kv: "
+        "a separate projection, which is also the values; qkv: the queries, which are "
+        "also the values",
         ("none", "plain", "pairwise", "kv", "qkv"),
     )
     symmetric_initial: bool = key(
@@ -107,9 +107,10 @@ class Attention(Keys):
     )
     forget: str = key(
         "none",
-        "forget gate of score mechanisms: a score falls by the log-decays between key "
-        "and query. fox: learned, log sigmoid(W x + b) per head (the Forgetting "
-        "Transformer); or a log-decay per head of model.attention.decay",
+        "forget gate of score mechanisms: a score gets the sum of the log-decays "
+        "between key and query. fox: learned, log sigmoid(W x + b) per head (the "
+        "Forgetting Transformer). The other log-decays per head of "
+        "model.attention.decay are possible too",
         decays,
     )
     sink: bool = key(
@@ -126,9 +127,8 @@ class Attention(Keys):
     )
     position_term: int = key(
         0,
-        "add w·f(s) to the scores of key s and multiply scores by a, with a and w "
-        "learned per head and this number of sinusoidal features f of the key's "
-        "position; 0: off",
+        "number of sinusoidal features f of a key's position. A score becomes a·score "
+        "+ w·f, with a and w learned per head; 0: off",
         least=0,
         most=2**16,
     )
@@ -149,10 +149,10 @@ class Attention(Keys):
     )
     decay: str = key(
         "retention",
-        "log-decay. none; constant per head: retention (RetNet) and two published "
-        "Lightning slopes; learned per channel: gated (GLA) and kda; learned per head: "
-        "fox, the gate of the Forgetting Transformer, and mamba2, which in the decay "
-        "mechanism also scales values and adds a skip",
+        "log-decay. none; constant per head: retention (RetNet), transnormer and "
+        "lightning (two published slopes); learned per channel: gated (GLA) and kda; "
+        "learned per head: fox, the gate of the Forgetting Transformer, and mamba2, "
+        "which in the decay mechanism also scales values and adds a skip",
         decays,
     )
     decay_heads: int = key(

@@ -17,7 +17,7 @@ class Instruction(NamedTuple):
     """An instruction of a compiled program.
 
     Attributes:
-        shape: of the result: an array or a tuple of arrays.
+        shape: shape of the result, an array or a tuple of arrays.
         rest: the line after the operation: operands and attributes.
     """
 

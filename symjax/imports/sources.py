@@ -175,7 +175,10 @@ def is_local(name: str) -> bool:
 
 
 def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the files, with those of the named modules that are not installed."""
+    """Return the files, with those of the named modules and of what these import.
+
+    Installed modules are left out.
+    """
     files, waiting = dict(files), list(names)
     while waiting:
         name = waiting.pop()

@@ -178,8 +178,8 @@ class Attention(nnx.Module):
         """Return the output of attention for each token.
 
         Args:
-            padding_mask: True for tokens that exist. No token sees the others. By
-                default all exist.
+            padding_mask: True for tokens, False for padding, which no token sees. By
+                default there is no padding.
             segments: the documents of a row, which do not see each other. By default
                 the row is one document.
         """
@@ -275,7 +275,7 @@ class Attention(nnx.Module):
         Args:
             inputs: the last inputs of each convolution before x; the dict receives the
                 last inputs of x in their place.
-            padding_mask: True for tokens that exist; the others follow them in the row.
+            padding_mask: True for tokens, False for padding, which comes after them.
             segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the text of each token, for rotations that
                 depend on it; by default the largest position + 1.

@@ -118,8 +118,8 @@ class Block(nnx.Module):
         """Return the output of the block.
 
         Args:
-            padding_mask: True for tokens that exist. No token sees the others. By
-                default all exist.
+            padding_mask: True for tokens, False for padding, which no token sees. By
+                default there is no padding.
             segments: the documents of a row. By default the row is one document.
             dropout_key: None turns dropout off.
             watch: function that is called with (the attention layer, its input, the
@@ -155,8 +155,8 @@ class Block(nnx.Module):
 
         Args:
             position: number of tokens that each example has read.
-            padding_mask: True for tokens that exist; the others follow them in the row.
-                By default all exist.
+            padding_mask: True for tokens, False for padding, which comes after them in
+                the row. By default there is no padding.
         """
         normed = self.attention_norm(x)
         y, cache = self.attention.decode(normed, cache, position, padding_mask)

@@ -49,8 +49,8 @@ class ShortConvolution(nnx.Module):
 
         Args:
             inputs: the last inputs before x. By default zeros.
-            padding_mask: True for tokens that exist; the others follow them in the row.
-                By default all exist.
+            padding_mask: True for tokens, False for padding, which comes after them in
+                the row. By default there is no padding.
             segments: documents; a token's convolution reads zeros in place of tokens of
                 other documents. By default the row is one document.
         """

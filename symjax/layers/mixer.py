@@ -40,7 +40,7 @@ class Mixer:
         options: (name, value) of each option of the mechanism; hashable, as jit needs.
         differential: combination of the maps of two branches: none, v1 or v2.
         signals: number of heads that share a noise map; 1 unless differential is v1.
-        alibi: add a bias to the scores that falls with distance.
+        alibi: True adds the bias of ALiBi to the scores; it falls with distance.
         shared: keys are made from the values, so that a cache holds values alone.
         dtype: dtype of cached keys and values.
     """
@@ -137,8 +137,8 @@ class Mixer:
 
         Args:
             position: number of tokens that each example has read.
-            padding_mask: True for tokens that exist; the others follow them in the row.
-                By default all exist.
+            padding_mask: True for tokens, False for padding, which comes after them in
+                the row. By default there is no padding.
             keys_of: cached values → the keys that are made from them; needed if
                 `shared`.
         Raises:

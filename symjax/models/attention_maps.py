@@ -61,7 +61,8 @@ def in_own_pairs(
 ) -> tuple[Mixer, dict[str, Operand]]:
     """Return mixer and operands in which no two heads share a noise map.
 
-    They compute the same: each head of grouped differential attention has a copy.
+    Each head of grouped differential attention gets its own copy of the noise head, so
+    the output is the same.
     """
     return mixer.with_pairs(operands) if mixer.signals > 1 else (mixer, operands)
 

@@ -59,7 +59,7 @@ def train_flops(options: config.Model, parameters: int) -> float:
 
 
 def decoding_bytes(options: config.Model, length: int) -> int:
-    """Return the bytes of cached keys and values, and of states, of one text.
+    """Return the bytes of the decoding cache of one text: keys and values, or states.
 
     Args:
         length: tokens of the text, its prompt included.

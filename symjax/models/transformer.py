@@ -135,7 +135,8 @@ def block(options: config.Model, depth: int, rngs: nnx.Rngs) -> Block | GatedBlo
 def look_up(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Return the embeddings of tokens."""
     table = model.embedding.embedding[...].astype(model.dtype)
-    # XLA fully rematerialises a table that is split over features for the lookup.
+    # A table that is split over features is gathered first. Otherwise XLA
+    # rematerialises it fully in the lookup.
     return jnp.take(constrain(table, None, None), tokens, axis=0)
 
 

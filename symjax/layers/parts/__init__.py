@@ -1,6 +1,6 @@
 """Parts that mechanisms add to a layer: weights, operands, sharding, cost.
 
-part.py      Part, the declaration; Sizes of a layer; operations of attention
+part.py      Part, the declaration; Sizes of a layer; FLOPs of attention
 table.py     PARTS: mechanism → Part
 decays.py    log-decays (RetNet, GLA, Mamba-2, …)
 delta.py     β and decay of the delta rule

@@ -1,4 +1,4 @@
-"""Cosine ("norm") attention: a pair weighs 1 + the cosine of its angle.
+"""Cosine ("norm") attention: the weight of a pair is 1 + cos(query, key).
 
     def cosine_causal(q, k, v):              # one head: q, k [T H], v [T V]
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
@@ -41,8 +41,8 @@ def cosine(
     Query head n uses key head n // (N/K). Time O((T + S) H V); no [T S] array is
     formed. Sums run in float32 at least, which must hold |x|²: entries up to 1e18, and
     for gradients lengths of at least 1e-18. No ε is added to a denominator. A row is
-    zero if it sees no key, or if 1 + cos is below 2⁻²⁴ for all its keys, which is the
-    rounding error.
+    zero if it sees no key, or if 1 + cos is below 2⁻²⁴, the rounding error of 1, for
+    all its keys.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
     keys, or all keys of a chunk of `cosine_causal`, have one direction. Otherwise, and

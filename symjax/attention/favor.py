@@ -105,8 +105,8 @@ def apply_statistics(
 ) -> tuple[Float[Array, "M H"], Float[Array, " M"]]:
     """Return W b and the diagonal of W diag(a) Wᵀ.
 
-    Positive features with the first as projection, and the second added to their
-    exponents, are the features of the statistics.
+    Positive features with W b as projection, and with the second array added to their
+    exponents, are the features of `Statistics`.
     """
     dtype = jnp.result_type(projection, *statistics)
     rows, a, b = (jnp.asarray(x, dtype) for x in (projection, *statistics))

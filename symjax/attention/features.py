@@ -1,4 +1,4 @@
-"""Feature maps φ without random numbers; a pair then weighs φ(query)·φ(key).
+"""Feature maps φ without random numbers; the weight of a pair is φ(query)·φ(key).
 
 `PLAIN` maps the names of linear attention to feature maps without parameters. `UNIT` is
 the map of cosine attention. `hedgehog` and `t2r` are maps with learned weights, which a
@@ -80,7 +80,7 @@ def _squared_pairs(
 def _taylor(x: Array) -> Array:
     """Return features whose products are 1 + s + s²/2, with s = q·k/√H.
 
-    That is exp(s) to the second order.
+    1 + s + s²/2 is exp(s) to the second order.
     """
     size = x.shape[-1]
     squares = _squared(x) * (2 * size) ** -0.5
@@ -104,7 +104,7 @@ class _Direction(NamedTuple):
 
 
 class _Shifted(NamedTuple):
-    """Parts of 1 + cos, which is the product of two vectors plus their numbers."""
+    """Part of a query or key in 1 + cos = vector·vector + number + number."""
 
     vector: Float[Array, "*rows H"]
     number: Float[Array, "*rows"]
@@ -178,8 +178,8 @@ def hedgehog(
 ) -> Float[Array, "B T N 2M"]:
     """Return the learned features softmax([x W, −x W]).
 
-    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). They are
-    float32 at least, as the features of `PLAIN` are.
+    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). The
+    features are float32 at least.
 
     Raises:
         ValueError: a weight that does not fit.
@@ -196,9 +196,8 @@ def t2r(
 ) -> Float[Array, "B T N M"]:
     """Return the learned features relu(x W + b).
 
-    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). They are
-    float32 at least, as the features of `PLAIN` are. A query whose features are all 0
-    gets an output of 0.
+    Pass them to `linear(features="identity")` as query and key. Cost O(T H M). The
+    features are float32 at least. A query whose features are all 0 gets an output of 0.
 
     Raises:
         ValueError: a weight or a bias that does not fit.

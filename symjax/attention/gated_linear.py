@@ -54,7 +54,7 @@ from symjax.attention.recurrent.recurrence import Schedule
 
 
 class DecayState(NamedTuple):
-    """State of attention with a decay, in float32 at least.
+    """State of linear attention with a decay, in float32 at least.
 
     sums_t = Σ_{s≤t} exp(g_{s+1} + … + g_t) k_s v_sᵀ
     """
@@ -135,7 +135,7 @@ def decay_causal(
     There is no scale and no denominator, and no ε is added: scale the query and
     normalise the output. No decay is divided by another, so that decays of any size,
     also 0, are exact. Query head n uses key head n // (N/K) and its decay. Sums run in
-    float32 at least. Time O(T (H V + chunk_size (H + V))); one decay per channel adds
+    float32 at least. Time O(T (H V + chunk_size (H + V))); decays per channel add
     O(T H log chunk_size) exponentials. The backward pass saves one state per chunk, or
     one for all chunks that run in parallel.
 

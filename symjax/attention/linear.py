@@ -53,8 +53,8 @@ def linear(
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
     "squared" and "taylor". Small entries keep their digits down to 1e-34 with "relu",
-    and down to 1e-17 with "relu2" and "squared". Below 1e-17 errors grow: up to 1e-2
-    at 1e-18, and up to the size of the values at 1e-19.
+    and down to 1e-17 with "relu2" and "squared". Errors of these two are up to 1e-2 at
+    1e-18, and up to the size of the values at 1e-19.
 
     Rounding of "squared" and "taylor". If there are few keys, and inside the chunks of
     `linear_causal`, weights are computed from q·k. Sums over more keys, and states, add

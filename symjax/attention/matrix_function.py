@@ -253,8 +253,8 @@ def _check(
     """Raise on shapes that do not fit, naming both, and on segments."""
     if segment_ids is not None:
         raise ValueError(
-            "matrix_function: segment_ids are not possible, since every segment is a "
-            f"matrix of its own; hide tokens with mask, got {shown(segment_ids)}"
+            "matrix_function: segment_ids are not possible, since every segment would "
+            f"need another matrix; hide tokens with mask, got {shown(segment_ids)}"
         )
     check_arrays("matrix_function", query=query, value=value)
     if query.shape[:3] != value.shape[:3]:

@@ -112,12 +112,13 @@ def _slopes(power: int, excess: Array) -> Array:
 
 
 def _threshold(power: int, scores: Array) -> Array:
-    """Return τ of each row, by Newton's method from 1 below the maximum, where Σ ≥ 1.
+    """Return τ of each row, by Newton's method for Σ [z − τ]₊^power = 1.
 
-    The scores are at most 0. Σ [z − τ]₊^power is convex and falls with τ, so that all
-    steps stay below the root. Each step reduces the surplus times the slope to a
-    quarter or less. That makes O(log S) steps at worst; rows of 64 to 32768 scores of
-    many distributions took 2 to 14. Sparsemax needs one step from the right support.
+    The scores are at most 0. The first τ is 1 below the maximum, where the sum is at
+    least 1. The sum is convex and falls with τ, so that all steps stay below the root.
+    Each step reduces the surplus times the slope to a quarter or less. That makes
+    O(log S) steps at worst; rows of 64 to 32768 scores of many distributions took 2 to
+    14. Once the support is right, sparsemax needs one more step.
     """
     least = jnp.finfo(scores.dtype).eps
 
@@ -131,7 +132,7 @@ def _threshold(power: int, scores: Array) -> Array:
         return past[0] + rise, rise
 
     def moves(past: tuple[Array, Array]) -> Array:
-        threshold, rise = past  # −threshold: excess of the maximum, which is 0
+        threshold, rise = past  # −threshold is the excess of the largest score, 0
         return (rise > -least * threshold).any()
 
     start = scores.max(axis=-1, keepdims=True) - 1

@@ -8,8 +8,8 @@ larger than the features of the keys that the row sees.
 `recompute_underflow` computes the rows of a chunk in this way, and then replaces the
 rows that underflowed by rows of a second function. For `Normalised` the second function
 is `exact_rows`: each row has the highest exponent of the keys that it sees, and each
-pair takes one exponential per feature. For GPU kernels it is their fallback in XLA; TPU
-kernels have such a second computation of their own.
+pair takes one exponential per feature. For GPU kernels it is their fallback in XLA. TPU
+kernels do not use this file: they contain their own second computation.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,9 @@ def recompute_underflow(
 ) -> Any:
     """Return the rows of `fast`, and those of `exact` where a row underflowed.
 
-    The other rows are bitwise those of `fast`, so that no example depends on what
-    another one needed. `exact` runs in a `jax.lax.cond`, once forward and once
-    backward, and only if a row underflowed.
+    The other rows are bitwise those of `fast`, so that no example depends on whether a
+    row of another example underflowed. `exact` runs in a `jax.lax.cond`, once forward
+    and once backward, and only if a row underflowed.
 
     Args:
         fast: (visibility, inputs) → (rows, underflowed), with a bool for each row.
@@ -118,7 +118,7 @@ def exact_rows(
     pairs: Bool[Array, "B T S"],
     reaches: Bool[Array, "B T"] | None,
 ) -> Any:
-    """Return the rows [B K G T …] of a chunk, each with a maximum of its own.
+    """Return the rows [B K G T …] of a chunk, each with its own maximum.
 
     Time O(T² M) without matrix products. A loop over keys bounds the memory.
 

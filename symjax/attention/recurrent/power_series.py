@@ -129,7 +129,7 @@ class PowerSeries:
         key: Array,
         times_matrix: Callable[[Array], Array],
     ) -> tuple[Any, Array]:
-        """Return f(0) and g(A_t) q_t for every token t, with g(x) = (f(x) − f(0)) / x."""
+        """Return f(0), and g(A_t) q_t of each token, with g(x) = (f(x) − f(0)) / x."""
         if prepared.coefficients is not None:
             coefficients = prepared.coefficients
             return coefficients[0], _horner(times_matrix, key, coefficients)

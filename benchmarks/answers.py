@@ -1,7 +1,7 @@
 """Answer the questions of docs/results.md: train models, compare them, draw figures.
 
-python -m benchmarks.answers symmetry --text tinyshakespeare.txt --seeds 0,1,2
-python -m benchmarks.answers linear/mqar --together 2 --out runs/answers
+    python -m benchmarks.answers symmetry --text tinyshakespeare.txt --seeds 0,1,2
+    python -m benchmarks.answers linear/mqar --together 2 --out runs/answers
 
 A question has one or more parts, and a part is one task with a list of models. Runs are
 workdirs of train.py, OUT/TASK/MODEL-seedN. Questions share them, and complete runs are
@@ -11,7 +11,8 @@ OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to th
 model.
 
 --text is the text of the tasks `text` and `deep`. Other words --config.KEY=VALUE apply
-to every run, for instance --config.steps=100 for a trial; use another --out for them.
+to every run, for instance --config.steps=100 for a trial. Give a trial another --out,
+since train.py refuses other keys in the folder of a run.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from benchmarks.trainings import ROOT, train_together
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs import compare
 
-# Model → changes of the keys of a task, below model.attention unless they name a room.
+# Model → keys that it changes in a task. Keys that do not begin with "model." or
+# "optimizer." are keys of model.attention.
 MODELS = {
     "softmax": "",
     # Keys, queries and values that share projections, and repairs of K = Q.

@@ -5,8 +5,8 @@
     python benchmarks/compiled.py steps --target v5e-64 [--only gpt:1b,diff_sym:1b]
     python benchmarks/compiled.py functions --json now.json --against before.json
 
-Nothing runs, so no TPU is needed: pip install -e '.[tpu-compiler]'. A GPU target needs
-the CUDA plugin of jax. All figures are estimates. symjax/estimate/tpu_cycles.py
+Nothing runs, so no TPU or GPU is needed. TPU targets need the extra `tpu-compiler`, GPU
+targets the CUDA plugin of jax. All figures are estimates. symjax/estimate/tpu_cycles.py
 explains "low" and "high". A kernel counts with the FLOPs and bytes that it declares.
 The cycles leave out collectives, which may overlap with the computation. For a training
 step, their time at the full speed of the links is printed as well.
@@ -56,8 +56,8 @@ CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
 ROWS, LENGTH, HEADS, VOCABULARY = 4, 4096, 16, 256
 SCORED, LINEAR = 128, 64  # head sizes
 LEFT_OUT = (
-    "estimates of the compiler, nothing ran; kernels count as they declare; without "
-    "collectives, which may overlap with the computation"
+    "estimates of the compiler, nothing ran; kernels count with declared FLOPs and "
+    "bytes; without collectives, which may overlap with the computation"
 )
 BYTES = "bytes that the compiled program reads and writes; nothing ran"
 ORIGIN = "made by"  # key of the JSON; all other keys are names of rows
@@ -258,7 +258,7 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
     Args:
         name: file and preset, as in gpt:1b.
     Raises:
-        ValueError: there is no such configuration, or it cannot be split so.
+        ValueError: there is no such configuration, or the chips cannot divide it.
     """
     file, _, preset = name.partition(":")
     tree = load_config(ROOT / "configs" / f"{file}.py", preset).to_dict()

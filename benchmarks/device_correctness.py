@@ -17,7 +17,7 @@ LIMITS = {"float32": 3e-3, "bfloat16": 3e-2}
 # borders: rounding queries and keys to 11 bits changes gradients in float64 by 2e-2 to
 # 4e-2.
 JUMPS = 20
-# The reference on the CPU runs once, and compiles in half the time with these.
+# The reference on the CPU runs once. These options halve its time to compile.
 UNOPTIMISED: Any = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
 @cache
 def cases(tokens: int) -> dict[str, Case]:
-    """Return all cases by name, with sequences of so many tokens."""
+    """Return all cases by name, with keys of `tokens` or 4 · `tokens` tokens."""
     b, t, n, k, h, v = 2, tokens, 4, 2, 64, 32
     query, key, value = (b, t, n, h), (b, t, k, h), (b, t, k, v)
     plain = (query, key, value)
@@ -57,8 +57,8 @@ def cases(tokens: int) -> dict[str, Case]:
                 over: kind(attend, plain, whole),
                 f"differential V1 over {over}": kind(v1, (*pairs, (n,)), exact),
             }
-        apart = partial(documents, 2 * t - 1, attend=attention.differential)
-        apart = partial(apart, is_causal=causal)
+        separate = partial(documents, 2 * t - 1, attend=attention.differential)
+        separate = partial(separate, is_causal=causal)
         near = partial(attention.differential, window=(t, 0 if causal else 70))
         rows = partial(attention.softmax, is_causal=causal, implementation="rows")
         whole = partial(rows, implementation="whole")
@@ -78,7 +78,8 @@ def cases(tokens: int) -> dict[str, Case]:
                 partial(attention.softmax, is_causal=causal), plain, whole, mean=4.0
             ),
             f"differential V1 over softmax, {name}, documents": Case(
-                apart, (*longer, (n,)), partial(apart, implementation="whole")
+                *(separate, (*longer, (n,))),
+                partial(separate, implementation="whole"),
             ),
             f"differential V1 over softmax, {name}, window": Case(
                 *(near, (pairs[0], *longer[1:], (n,))),

@@ -74,7 +74,7 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
 
     Args:
         name: a model and its size, as in "gpt 125m".
-        documents: if not empty, documents of a row do not see each other.
+        documents: empty for joined documents; any other text for separate ones.
     """
     kind, _, size = name.partition(" ")
     model, separate = models(size, sizes)[kind], bool(documents)
@@ -95,7 +95,7 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
         return with_segment_ids(starts, *given, np.cumsum(lengths), shared=False)
 
     batch, seen = program.place(shape, rows), model.length
-    if separate:  # the length of a joined row with as many pairs per token
+    if separate:  # `seen` is the length of a joined row with as many pairs per token
         ids = rows(0, sizes.batch)[0].segment_ids
         counts = (np.unique(x, return_counts=True)[1] for x in ids)
         seen = round(sum((x**2).sum() for x in counts) / text.size)

@@ -13,7 +13,8 @@ Found = dict[str, Any]
 class Measuring:
     """The measuring process, which is restarted after a row that broke it.
 
-    A row breaks it by ending it, by hanging, or by making its device unusable.
+    A row breaks the process if the process ends or hangs, or its device becomes
+    unusable.
     """
 
     def __init__(self, sizes: Sizes):

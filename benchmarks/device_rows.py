@@ -33,8 +33,8 @@ class Sizes(NamedTuple):
 
     side: int = 8192  # of the matrices of a product
     copied: int = 2**31  # bytes of a copy
-    correctness: int = 200  # tokens; no size of a block or chunk divides 200
-    divisor: int = 1  # rows have this many times fewer tokens
+    correctness: int = 200  # tokens; no multiple of a block or chunk size
+    divisor: int = 1  # of the tokens of each row in ROWS
     row_tokens: int = 16384  # batch size × length of an attention row
     heads: int = 16
     head_size: int = 128

@@ -17,14 +17,14 @@ exits with 1 if
 - FLOPs, bytes accessed or temporary bytes of the step grew by more than 2 %.
 
 Another order of sums, or another processor, also moves float32 losses. Training
-amplifies such differences, in 20 steps up to 4e-4. --float64 tells them from a change
-of the function: it trains from a copy of the sources in which float32 is replaced by
-float64, and exits with 1 if a loss moved by more than 1e-12. Losses in float64 are
-equal on all machines. The other numbers depend on the compiler, so record and compare
-with the same version of jax on the same kind of machine. `compare` names a version or
-processor that differs.
+amplifies such differences, in 20 steps up to 4e-4. --float64 distinguishes them from a
+change of the function: it trains from a copy of the sources in which float32 is
+replaced by float64, and exits with 1 if a loss moved by more than 1e-12. Losses in
+float64 are equal on all machines. The other numbers depend on the compiler, so record
+and compare with the same version of jax on the same kind of machine. `compare` names a
+version or processor that differs.
 
-This file imports no name of symjax. It relies on the command lines of train.py and
+This file imports nothing from symjax. It relies on the command lines of train.py and
 eval.py, on configuration keys, on `step` and `train/loss` in metrics.jsonl, on the JSON
 of eval.py, and on training compiling its step by `jax.stages.Lowered.compile`.
 """
@@ -86,7 +86,7 @@ LONG = ("softmax", "performer")
 
 
 def main(words: list[str]) -> int:
-    if words[:1] == ["train"]:  # this file starts itself so for each model
+    if words[:1] == ["train"]:  # this file runs itself in this way for each model
         return _train(Path(words[1]), words[2:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

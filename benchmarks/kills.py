@@ -11,8 +11,8 @@ training  from its first message about the step at which training starts
 save      after the unfinished directory of a save has appeared
 clean-up  after a new checkpoint was committed, when an old one is about to be deleted
 
-What a kill left on the disk tells where it has landed. The exit code is 1 if more was
-lost than the steps since the newest complete checkpoint.
+The files on the disk after a kill show which part of the run it hit. The exit code is 1
+if more was lost than the steps since the newest complete checkpoint.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 Writes parquet files of random words, learns 4,096 subwords from the first file, and
 packs all files into token ids. `symjax` packs with `symjax.data`; `by hand` packs
 with `Dataset.map` over batches in `--processes` processes. The two take turns, and each
-packing is a process of its own. Prints medians:
+packing is a process of its own. Prints medians of the rounds:
 
 memory      largest resident memory of the process and its children, sampled every 50 ms
             from /proc, minus the memory of the process before it begins. `anonymous` is

@@ -2,10 +2,11 @@
 
     python benchmarks/performer_scan.py [rounds]
 
-The rival is our version of the algorithm of google-research's fast_attention. A scan
+The scan is our version of the algorithm of google-research's fast_attention. A scan
 over tokens computes prefix sums, and its gradient is a second scan that subtracts the
-terms again. Features are divided by their maximum over all tokens, so the future leaks;
-in `performer_causal` it does not. One row, four heads of size 64.
+terms again. Features are divided by their maximum over all tokens, so later tokens
+change earlier rows; in `performer_causal` they do not. Inputs are one row with four
+heads of size 64.
 
 `bare` is a lower bound for chunks in XLA: the same matrix products, with exponentials
 that subtract no maximum (they overflow unless inputs are small), and no check for it.

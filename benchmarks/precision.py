@@ -4,9 +4,9 @@
 
 It runs on the CPU, with interpreted kernels, on normally distributed inputs of head
 size 64. An error is ‖found − wanted‖ / ‖wanted‖ against float64 of unrounded inputs.
-Each cell has the error of the output and the error of the worst gradient of a random
-sum of the output, each with its ratio to the column `least`. First the Performer, with
-columns
+Each cell has the error of the output, and of the gradient (of a random sum of the
+output) with the largest ratio to the column `least`, each with this ratio. First the
+Performer, with columns
 
 least    float64 on inputs rounded to bfloat16, with a rounded result: the lower bound
          for any choice of products

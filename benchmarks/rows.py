@@ -54,7 +54,7 @@ def main(rounds: int = 15) -> None:
             "softmax": gradient(softmax, one),
             "differential": gradient(differential, two),
         }
-        # Timed without whole maps, after which memory must be allocated again.
+        # First, since whole maps take memory that must then be allocated again.
         times = in_turn(rows, rounds)
         columns = [ratio(times, "differential", "softmax")]
         for name, form, given in (

@@ -4,11 +4,11 @@
     python benchmarks/torch_steps.py [rounds]
 
 The models are configs/gpt.py and configs/diff.py at `:3l`, with 32 rows of 300 bytes,
-and the same models in usual PyTorch: pre-LayerNorm, learned positions, ReLU, dropout
+and the same models in plain PyTorch: pre-LayerNorm, learned positions, ReLU, dropout
 0.1, AdamW with clipped gradients. Softmax attention is `scaled_dot_product_attention`.
-Differential attention subtracts two whole maps before it weighs the values, as the code
-of its authors does. Columns: milliseconds of a step of PyTorch and of symjax, and the
-first divided by the second. Above 1 symjax is faster.
+Differential attention subtracts two whole maps before it multiplies them by the values,
+as the code of its authors does. Columns: milliseconds of a step of PyTorch and of
+symjax, and the first divided by the second. Above 1 symjax is faster.
 """
 
 import math

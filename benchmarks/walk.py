@@ -7,8 +7,7 @@ The numbers say how much code a reader follows from a call to its result:
 files   files of symjax in which a function is entered
 lines   lines of these files, docstrings included
 deep    the largest number of functions of symjax on the stack at one time. Functions of
-        jax between them do not count; comprehensions and generators count as part of
-        their function.
+        jax between them do not count, nor do comprehensions and generators.
 
 Each call is the first of its shape, so it traces everything. The arrays fit into one
 block (B2 T8 N4 H8), attention is causal, and there is no mask. The call of the

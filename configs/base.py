@@ -73,13 +73,13 @@ def get_config(size: str = "3l") -> ConfigDict:
 def with_remat(size: str = "3l", remat: str = "dots") -> ConfigDict:
     """Return the configuration of a size that recomputes less than `get_config`.
 
-    Attention by a TPU kernel takes so little memory that a model of size 1b on 64 chips
-    of 16 GB can save some of its products with weights for the backward pass. The other
-    sizes are those of `get_config`.
+    With a TPU kernel for attention, a model of size 1b on 64 chips of 16 GB has room to
+    save some of its products with weights for the backward pass. The other sizes are
+    those of `get_config`.
 
     Args:
-        remat: model.remat of size 1b: "dots" if the kernel leaves room for it, and
-            otherwise "feedforward".
+        remat: model.remat of size 1b: "dots" if the saved products fit, and otherwise
+            "feedforward".
     """
     config = get_config(size)
     if size == "1b":

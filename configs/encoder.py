@@ -8,8 +8,8 @@ of the files of each package is held out.
 
 The presets `:masked` and `:masked-3l` predict masked bytes of the whole library
 instead. `--config.init_from` starts from the weights of such a run, which has read the
-text of most held-out files. These keys classify a labelled data set of the Hugging Face
-hub:
+text of most held-out files. These keys train on a labelled data set of the Hugging Face
+hub instead:
 
     --config.data.source=hub --config.data.name=fancyzhx/ag_news
     --config.data.label=label --config.model.classes=4
@@ -18,7 +18,7 @@ Expected with softmax: after 1000 steps 33.6 % of the held-out pieces are right,
 loss is 2.04 nats per piece. Guessing the most frequent package gives 19 %. Starting
 from the weights of `:masked` is no better. The 1000 steps of `:masked` end at 1.69 nats
 per masked byte; a table of byte frequencies gives 3.20. Measured on a 2-core CPU VM.
-docs/results.md has the other mechanisms.
+docs/results/encoders.md has the other mechanisms.
 """
 
 from ml_collections import ConfigDict

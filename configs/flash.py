@@ -3,7 +3,7 @@
     python train.py --config configs/flash.py:tiny
     python train.py --config configs/flash.py
 
-A group has model.attention.chunk_size tokens, 64 by default. The paper has 256.
+A group has model.attention.chunk_size tokens, 64 by default. The paper uses 256.
 
 Expected: a held-out loss of 1.921 nats/byte after 300 steps of `:tiny`. A table of
 trigrams reaches 1.848.

@@ -3,7 +3,8 @@
     python train.py --config configs/fox.py:tiny
     python train.py --config configs/fox.py
 
-Gates make positions unnecessary, and there are none here (arXiv:2503.02130).
+The gates tell the model the order of the tokens, so model.positions is "none"
+(arXiv:2503.02130).
 
 Expected: a held-out loss of 1.875 nats/byte after 300 steps of `:tiny`. Softmax reaches
 2.019, and a table of trigrams 1.848.

@@ -3,7 +3,8 @@
     python train.py --config configs/grouped_diff.py:tiny
     python train.py --config configs/grouped_diff.py
 
-Heads that are no multiple of four, as those of `:125m`, are groups of three.
+If the number of heads is no multiple of four, as in `:125m`, three signal maps share
+one noise map.
 
 Expected: a held-out loss of 2.083 nats/byte after 300 steps of `:tiny`. `diff.py`, with
 6 % more weights, reaches 2.068, and a table of trigrams 1.848.

@@ -4,7 +4,7 @@
     python train.py --config configs/kda.py
 
 Queries, keys and values pass through a convolution over 4 tokens (arXiv:2510.26692).
-The output gate is silu of a full projection. The paper has the sigmoid of a low-rank
+The output gate is silu of a full projection. The paper uses the sigmoid of a low-rank
 projection.
 
 Expected: a held-out loss of 1.772 nats/byte after 300 steps of `:tiny`. Softmax reaches

@@ -1,4 +1,4 @@
-"""Causal functions of QQᵀ: each row is the function of its own prefix's matrix.
+"""Causal functions of QQᵀ: each row uses the QQᵀ of its own prefix.
 
     python train.py --config configs/matrix_function.py:tiny
     python train.py --config configs/matrix_function.py

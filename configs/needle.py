@@ -4,8 +4,8 @@
     python eval.py --workdir runs/needle --tasks loss,needle,noise,order
 
 A row of 48 tokens has six needles, drawn from 32 keys and 32 values. Training asks for
-all six, because then a row teaches most. `eval.py` has as many needles, and asks for as
-many of them, as arXiv:2410.05258. Guessing costs 3.47 nats per answer.
+all six, so that a row has the most targets. `eval.py` uses the numbers of needles and
+of questions of arXiv:2410.05258. Guessing costs 3.47 nats per answer.
 
 Expected with softmax: held-out losses of 2.58 nats per answer after 400 steps, 0.013
 after 800 and 0.000 after 1000 of the 2000. After training, at least 99.7 % of the

@@ -32,7 +32,7 @@ def get_config(size: str = "3l") -> ConfigDict:
     config.model.kind = "universal"
     if size == "tiny":
         config.model.depth = 4
-    elif size in base.LARGE:  # one block with all parameters, and few steps
+    elif size in base.LARGE:  # one block has all parameters, and is repeated 8 times
         width, hidden = LARGE[size]
         config.model.update(
             width=width,

@@ -23,7 +23,7 @@ steps        training steps of models of 125M and 350M parameters: tokens per se
              MFU
 crossover    attention beside our softmax, for longer sequences
 study        the Shakespeare study on --text FILE. --together runs train at a time, each
-             in a process of its own, in --out; the same command resumes them
+             in a separate process, in --out; the same command resumes them
 """
 
 import argparse

@@ -86,7 +86,7 @@ class Killed(NamedTuple):
 
 
 class Runs:
-    """Runs of one benchmark: the same command, each with a workdir of its own."""
+    """Runs of one benchmark: the same command, each with a separate workdir."""
 
     def __init__(self, folder: Path, steps: int, every: int):
         self.folder = folder

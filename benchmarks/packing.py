@@ -5,7 +5,7 @@
 Writes parquet files of random words, learns 4,096 subwords from the first file, and
 packs all files into token ids. `symjax` packs with `symjax.data`; `by hand` packs
 with `Dataset.map` over batches in `--processes` processes. The two take turns, and each
-packing is a process of its own. Prints medians of the rounds:
+packing is a separate process. Prints medians of the rounds:
 
 memory      largest resident memory of the process and its children, sampled every 50 ms
             from /proc, minus the memory of the process before it begins. `anonymous` is
@@ -103,7 +103,7 @@ def write(folder: Path, size: int) -> None:
 
 
 def measure(rival: str, folder: Path, processes: int) -> dict[str, float]:
-    """Measure one packing, in a process of its own whose stderr is a terminal."""
+    """Measure one packing, in a separate process whose stderr is a terminal."""
     seen, terminal = pty.openpty()
     before = os.times()
     words = ["--rival", rival, "--folder", str(folder), "--processes", str(processes)]

@@ -2,7 +2,7 @@
 
 - `softmax = ScoreMechanism("softmax", weights, description)` is shown as a function.
 - The keys of a configuration, `key(default, meaning, …)`, are attributes of its groups.
-- `Source:` becomes a paragraph of its own, and aligned lines become a code block.
+- `Source:` becomes a separate paragraph, and aligned lines become a code block.
 """
 
 import ast

@@ -112,8 +112,8 @@ def decay() -> list[Grid]:
     one = partial(attention.decay_causal, QUERY / SIZE, UNIT_KEY, UNITS)
     return [
         panel("no decay", one(jnp.zeros(1))),
-        panel("a decay a head, 0.7 a token", one(jnp.log(jnp.full(1, 0.7)))),
-        panel("a gate a token, closed at and", one(GATE)),
+        panel("a decay per head, 0.7 per token", one(jnp.log(jnp.full(1, 0.7)))),
+        panel("a gate per token, closed at and", one(GATE)),
     ]
 
 

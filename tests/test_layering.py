@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SYMJAX = ROOT / "symjax"
 # The rooms of symjax, in the order in which they may know each other: each room may
-# import from itself, from rooms of lines above it and from what EVERYWHERE names.
+# import from itself and from rooms of lines above it.
 ORDER = (
     {"optional", "starting", "storage", "tables"},
     {"attention", "figures"},

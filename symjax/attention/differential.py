@@ -114,9 +114,9 @@ def differential(
         attend: a mechanism with the arguments (query, key, value, **options). If it
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has one head per noise head [N/r],
-            or one for all; alibi and sink have one number per noise head. Arrays with
-            an entry per token and key head, such as log-decays, have the heads of key;
-            mechanisms without scores need 2K key heads for them.
+            or one for all; alibi and sink have one number per noise head. log_decay
+            and beta have one number per token and head of `key`. Mechanisms without
+            scores take them only if key has 2K heads.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

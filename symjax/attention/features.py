@@ -135,8 +135,8 @@ def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _S
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    The length of m = max |k̂| Σ k̂ / |Σ k̂| is that of the longest key, so that the parts
-    also keep their digits if all keys are far shorter than 1e-6.
+    m = max |k̂| Σ k̂ / |Σ k̂| has the length of the longest k̂. So q̂ + m and k̂ − m also
+    keep their digits if all keys are far shorter than 1e-6, when |k̂| is far below 1.
     """
     queries, keys = query.source, key.source
     units, lengths = jax.lax.stop_gradient((keys.unit, keys.length))

@@ -100,8 +100,8 @@ class Checkpoints:
 
         If the checkpoint cannot be written, for instance on a full disk, older
         checkpoints are unharmed, and `wait` raises the error. If the next `save` finds
-        the error first, one process prints it and continues, but several processes
-        raise it.
+        the error first, a run of one process prints it and continues, and a run of
+        several processes raises it.
 
         The later steps that the last `restore` passed over are deleted. They are
         damaged, or an earlier step was asked for. A step with the number `step` is
@@ -236,7 +236,8 @@ class Checkpoints:
         """Return the steps in the order in which to try them until one is whole.
 
         The newest comes first, or with `best` the one with the least loss. Steps whose
-        loss cannot be read come before it, since each of them may be the best.
+        loss cannot be read come before it. They are damaged, and are reported as such,
+        because each of them may have been the best.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")

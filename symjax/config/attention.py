@@ -139,7 +139,10 @@ class Attention(Keys):
         feature_maps,
     )
     feature_count: int = key(
-        256, "number of random features, or of t2r's features, per head", least=1
+        256,
+        "rows of the random projection per head, each of which gives one feature, or "
+        "two if hyperbolic or trigonometric; or number of t2r's features",
+        least=1,
     )
     feature_norms: str = key(
         "chi",

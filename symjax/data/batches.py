@@ -268,12 +268,13 @@ def heldout_windows(
     ends: Ends | None = None,
     shared: bool = False,
 ) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Inputs, targets and weights of rows of a held-out text.
+    """Return inputs, targets and weights of rows of a held-out text.
 
-    Windows follow each other as in training, without shuffling or shift, so every token
-    except the first is a target exactly once (and except the first tokens of separate
-    documents without a shared separator). Weights float32 are 0 after the end of
-    the text: at the end of the last window, and in rows after it.
+    Windows follow each other as in training, without shuffling or shift. So every token
+    is a target once, but for the first token of the text. If documents are separate
+    without a shared separator, the first token of each document is no target either.
+    Weights (float32) are 0 after the end of the text: at the end of the last window,
+    and in rows after it.
 
     Args:
         ends, shared: as in `training_windows`.

@@ -2,7 +2,7 @@
 
 A row is a window of the text, so it may begin inside a document and hold several. If
 documents are kept apart, `with_segment_ids` turns the inputs into `SegmentedTokens`.
-The model then shows each token only the earlier tokens of its run of equal ids.
+Each token then sees only itself and the earlier tokens of its run of equal ids.
 """
 
 from __future__ import annotations

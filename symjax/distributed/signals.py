@@ -22,9 +22,9 @@ GRACE = 2  # seconds for an orderly end after a second signal
 class Interrupts:
     """Signal handlers of a run, as a context manager.
 
-    The first signal is kept in `received`. The run then ends before its first step, or
-    after the current step. If it waits for a batch, it ends without another step. A
-    second signal ends the run at once.
+    The last signal is in `received`. After the first the run ends before its first
+    step, or after the current step. If it waits for a batch, it ends without another
+    step. A second signal ends the run at once.
 
     With several processes jax handles SIGTERM: it tells all processes, and they agree
     on the step at which they end. Ctrl-C then ends one process at once without a
@@ -110,7 +110,7 @@ class Interrupts:
             self._at_once = False
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        """Keep the first signal, and raise `Stopped` at the second or in `at_once`."""
+        """Store the signal, and raise `Stopped` if it is the second or in `at_once`."""
         again, self.received = self.received is not None, signal.Signals(number)
         if again or self._at_once:
             raise Stopped(self.received)

@@ -24,7 +24,7 @@ Choices that differ by layer. `config.mechanism_of` reads the mechanism of a lay
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
 gives all layers of one mechanism the same options. Options that differ, such as a
 window in every second layer of softmax, need these changes: a key in `symjax.config`;
-`mechanism_options`, and the key's name in `OF_ATTENTION` in the same file; the
+its name in `keys` of `parts.scores.SCORES`; `mechanism_options` in `validate.py`; the
 attribute `period` in `symjax.models.transformer` (model.scan_layers needs blocks that
 repeat after `period` blocks); `CHANGING` in `symjax.models.convert`; and the FLOPs in
 `symjax.models.cost`, which assume that layers of one mechanism cost the same.

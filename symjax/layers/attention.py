@@ -73,9 +73,9 @@ class Attention(nnx.Module):
     model.head_size, and values of twice that size; its output passes an RMSNorm and is
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
     model.head_size, that share one key, and λ is the sigmoid of a linear map of the
-    token. The output of decay, delta rule and other parts with `head_norm` passes an
-    RMSNorm per head.
-    `head_norm=False` leaves out both norms, and keeps 1 − λ_init.
+    token. Mechanisms without a denominator, such as decay and the delta rule
+    (`Part.head_norm`), have the same RMSNorm per head. In either case
+    model.attention.head_norm=False leaves it out, and keeps 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. The value of a V1 head is then both of its

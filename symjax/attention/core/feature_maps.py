@@ -76,17 +76,21 @@ class Features(NamedTuple):
             row cancels in the ratio.
         pairs: (einsum, φ(q), φ(k), divisor) → φ(q)·φ(k) / divisor of all pairs, for
             maps whose features change sign: their sum over features loses digits, and
-            this function computes the weight from their sources. None for other maps.
+            this function computes the weight from their sources. The divisor is the
+            number by which `Normalised.prepare` has divided φ(q). None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: H → number of leading key features that are never negative, for
-            maps whose features change sign although no pair has a negative weight.
-            None for other maps.
+        nonnegative: H → how many of the first key features are never negative. A
+            state is read around the mean of its values, in which a key weighs the sum
+            of these features. Only for maps whose features change sign although no
+            pair has a negative weight; None for other maps.
         centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
             are the same and cancel less. Only bidirectional attention can use them,
-            since it knows all keys. The first feature of a key is 1.
+            since it knows all keys. The first feature of a key is 1, so that its sum
+            is the number of keys.
         bounded: whether no feature exceeds 1 and no pair has a negative weight. The
-            mean weight of a row then has a known rounding error, so that kernels can
-            sum features that change sign.
+            rounding error of the mean weight of a row is then known. Kernels sum such
+            features although they change sign, and set a row to 0 if its mean weight
+            is below this error.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows

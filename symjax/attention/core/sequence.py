@@ -4,8 +4,8 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of the other parts. Recurrences need only the state after the
 parts before, and none of their keys.
 
-A loss of the outputs of all devices has the same gradients as without a split. So
-nothing here sums over devices by `psum`: in a `jax.shard_map` its gradient is the sum
+The gradients of a loss of all outputs must equal those without a split. Therefore
+nothing here sums over devices by `psum`. In a `jax.shard_map` its gradient is the sum
 of the gradients of all devices, which is too large by the number of devices.
 
 A segment is a run of equal ids; its tokens see no token of another segment.

@@ -24,8 +24,8 @@ If no kernel passes, XLA computes the call by its fallback. Softmax, for instanc
   refuse; both refuse float32, for instance.
 
 The fallback of a score mechanism is `scores.windows` if the window is bounded on both
-sides, and `scores.rows` otherwise. `scores.ring` runs without dispatch, where the
-configuration names it.
+sides, and `scores.rows` otherwise. `scores.ring` runs without dispatch, where the call
+names it.
 
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others. `implementation=` of softmax names a kernel.

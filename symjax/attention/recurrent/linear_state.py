@@ -11,10 +11,10 @@ of numerator and denominator does not:
   exponent of a key so far. When a larger key comes, the state is rescaled.
 - A row is divided by exp(shift). The shift is the largest value, over the features, of
   the query's exponent + running_max.
-- So every factor is at most 1. Call the feature with the largest value m. If amplitudes
-  are 1 and the row sees the key that set running_max of m, this key adds exp(0) = 1 to
-  the denominator, so that no ε is needed. Both divisors cancel in the ratio, and are
-  constants to the gradient.
+- So every factor is at most 1. Let m be the feature that sets the shift of a row. If
+  amplitudes are 1 and the row sees the key that set running_max of m, this key adds
+  exp(0) = 1 to the denominator, so that no ε is needed.
+- Both divisors cancel in the ratio, and are constants to the gradient.
 
 Cancellation. Features that change sign lose digits if their products cancel. A state of
 such features is read around the mean of its values (`cancellation.py`).

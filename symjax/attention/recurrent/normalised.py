@@ -275,7 +275,7 @@ def _fast_rows(
 
     The gradient of a division needs the sums. Here these are sums of the fast function.
     If the sums were divided after `recompute_underflow`, the backward pass would need
-    the results of its `jax.lax.cond`, and would run that of the forward pass again.
+    the results of its `jax.lax.cond`, and would run this cond a second time.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -116,10 +116,10 @@ class ScoreMechanism:
                 after its own position; None means no bound. A number n means
                 (n − 1, n − 1).
             length_base: multiply the scores of a row by log n / log length_base, where
-                n ≥ 16 is the number of keys that the row sees (entropy-invariant
-                scaling). None or 0 turns it off.
-            length_scale: another law of length instead (see
-                `symjax.attention.core.lengths`), for scores before biases:
+                n is the number of keys that the row sees, but at least 16
+                (entropy-invariant scaling). None or 0 turns it off.
+            length_scale: another law of length instead of length_base (see
+                `symjax.attention.core.lengths`). Biases are added after it:
 
                 - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
                 - "distance": times a, plus 1 − a², with a² = 1 + 2 log(1 + d/10) at

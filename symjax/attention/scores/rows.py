@@ -30,7 +30,7 @@ from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
-KEPT = "rows of scores"  # `checkpoint_name` of what a block saves for its gradient
+KEPT = "row sums"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
 EXTENTS = 8  # most extents of blocks (see `_blocks`); each is compiled separately
 FEW_KEYS = 2048  # up to this number of keys there are at most two extents

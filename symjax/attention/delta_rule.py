@@ -10,9 +10,12 @@
         return np.stack(out)
 
 Without g it is DeltaNet, with one g per head Gated DeltaNet, and with one g per channel
-of the keys Kimi Delta Attention. `delta_causal` reads the past, chunk by chunk, and
-`delta_step` adds one token to a state. The changes of a chunk's tokens depend on each
-other; `solve_unit_lower` solves for all of them.
+of the keys Kimi Delta Attention. Gated DeltaNet-2 reads what it erases with b[t] * k[t]
+instead of k[t], where b[t] [H] are erase gates.
+
+`delta_causal` reads the past, chunk by chunk, and `delta_step` adds one token to a
+state. The changes of a chunk's tokens depend on each other; `solve_unit_lower` solves
+for all of them.
 """
 
 from dataclasses import dataclass
@@ -51,7 +54,7 @@ class Prepared(NamedTuple):
     """A chunk, the vectors by which it reads the state, and its decays."""
 
     chunk: Chunk
-    readers: Float[Array, "B K G+1 T H"]  # queries of a key head, then the keys
+    readers: Float[Array, "B K G+1 T H"]  # queries of a key head, the eraser
     decays: ChunkDecays
 
 
@@ -59,23 +62,31 @@ class Prepared(NamedTuple):
 class DeltaRule:
     """Recurrence of the delta rule.
 
-    β [B K T] is an operand of each token. A log-decay that all tokens share is passed
-    as `parameters`; otherwise it is a second operand.
+    β [B K T] is the first operand of each token. Erase gates b [B K T H] are the second
+    one. A log-decay that all tokens share is passed as `parameters`; otherwise it is
+    the last operand.
 
     The change that a token writes depends on the changes of the tokens before it. With
     E_ts the decay between tokens s and t, S the state before the chunk, and E_t its
     decay until token t, the change of token t is
 
-    u_t = β_t (v_t − k_t·(E_t S) − Σ_{s<t} (k_t·k_s E_ts) u_s)
+    u_t = β_t (v_t − e_t·(E_t S) − Σ_{s<t} (e_t·k_s E_ts) u_s)
+
+    where the eraser e_t is b_t ⊙ k_t with erase gates, and k_t without them.
 
     This is a unit-triangular system (the WY form). No decay is divided by another.
 
     Attributes:
         fades: whether a log-decay was given. If not, TPU kernels compute no decays.
+        gated: whether erase gates were given. Kernels do not support them.
     """
 
-    kernel = "delta"
     fades: bool = True
+    gated: bool = False
+
+    @property
+    def kernel(self) -> str | None:
+        return None if self.gated else "delta"
 
     def schedule(self) -> Schedule:
         # `effect` costs as much as `advance`, and its transitions are matrices [H H].
@@ -88,8 +99,9 @@ class DeltaRule:
     def prepare(self, parameters: Array | None, span: Span) -> Prepared:
         chunk = chunk_of(span)
         _, query, key, _ = product_and_arrays(chunk)
-        # The key reads the state like one more query head: the value held at the key.
-        readers = jnp.concatenate([query, key[:, :, None]], axis=2)
+        # The eraser reads the state like one more query head: the value to be erased.
+        eraser = self._eraser(chunk, key)
+        readers = jnp.concatenate([query, eraser[:, :, None]], axis=2)
         return Prepared(chunk, readers, chunk_decays(parameters, readers, key, chunk))
 
     def advance(
@@ -109,12 +121,13 @@ class DeltaRule:
         """Return S₀ and M of the chunk's effect on a state, S ↦ M S + S₀.
 
         The changes of the chunk are linear in S. One triangular solve has two right
-        sides: the values give S₀, and the decayed keys, by which S is read, give M.
+        sides: the values give S₀, and the decayed erasers, which read S, give M.
         """
         chunk, _, (since, until, through, pairs) = prepared
         product, _, key, value = product_and_arrays(chunk)
         size = value.shape[-1]
-        right_sides = jnp.concatenate([value, -times_decay(key, since)], axis=-1)
+        reading = times_decay(self._eraser(chunk, key), since)
+        right_sides = jnp.concatenate([value, -reading], axis=-1)
         changes = _changes(chunk, pairs, right_sides)
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
         decay = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
@@ -127,6 +140,12 @@ class DeltaRule:
         transition = einsum("bkhi,bkij->bkhj", two[1], one[1])
         return DeltaState(sums + two[0].sums), transition
 
+    def _eraser(
+        self, chunk: Chunk, key: Float[Array, "B K T H"]
+    ) -> Float[Array, "B K T H"]:
+        """Return the vectors that read what is erased: the keys times their gates."""
+        return key * chunk.operands[1].astype(key.dtype) if self.gated else key
+
 
 def _changes(
     chunk: Chunk, pairs: Float[Array, "B K G+1 T T"], missing: Float[Array, "B K T V"]
@@ -134,7 +153,7 @@ def _changes(
     """Return the u that solve u_t = β_t (missing_t − Σ_{s<t} pairs_ts u_s).
 
     Args:
-        pairs: decayed products with the keys; the last of G + 1 heads is k_t·k_s E_ts.
+        pairs: decayed products with the keys; the last of G + 1 heads is e_t·k_s E_ts.
     """
     beta = chunk.operands[0].astype(missing.dtype)
     return solve_unit_lower(
@@ -152,6 +171,7 @@ def delta_causal(
     log_decay: Float[Array, "#B #T K *F"] | Float[Array, " K"] | None = None,
     mask: Bool[Array, "B 1 1 T"] | None = None,
     *,
+    erase: Float[Array, "B T K H"] | None = None,
     chunk_size: int = 64,
     state: DeltaState | None = None,
     return_state: bool = False,
@@ -161,14 +181,17 @@ def delta_causal(
     """Return what queries read from a linear state that replaces values at keys.
 
     S_t = (I − β_t k_t k_tᵀ) diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ and out[t] = q_t S_t,
-    with g_t = log_decay[t]: decay first, then erase, then write.
+    with g_t = log_decay[t]: decay first, then erase, then write. With erase gates b_t,
+    (b_t ⊙ k_t)ᵀ takes the place of k_tᵀ in the erased part.
 
     There is no scale and no denominator, and no ε is added. The state is stable with
     keys of length 1 and β in [0, 2]. β = 1 replaces the value that the state holds at a
-    key, β > 1 reflects it. Query head n uses key head n // (N/K), its β and its decay.
-    Sums run in float32 at least. Time O(T (H V + chunk_size (H + V))), and one
-    triangular solve per chunk. The backward pass saves one state per chunk, or
-    one for all chunks that run in parallel.
+    key, β > 1 reflects it. With erase gates that differ between tokens the state may
+    grow: there are two tokens of 3 channels which, by turns and with β = 1, multiply a
+    part of the state by 1.25 each time they come. Query head n uses key head
+    n // (N/K), its β, its erase gates and its decay. Sums run in float32 at least. Time
+    O(T (H V + chunk_size (H + V))), and one triangular solve per chunk. The backward
+    pass saves one state per chunk, or one for all chunks that run in parallel.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves 128 numbers per token and query head, and a state every 128 tokens; on a
@@ -185,6 +208,9 @@ def delta_causal(
         log_decay: None for no decay (DeltaNet); at most 0, [K] or [B or 1, T or 1, K]
             for one decay per head (Gated DeltaNet), [B or 1, T or 1, K, H] for one per
             channel (Kimi Delta Attention). −∞ clears the state.
+        erase: b, the share in [0, 1] of each channel of a key that reads what is
+            erased; None for 1. Gated DeltaNet-2 has β = 1, a decay per channel, and
+            values that the caller multiplied by write gates. Kernels do not run.
         mask: True = attend; it may only hide keys. A hidden token neither writes to the
             state nor decays it. Its own output is read from the state.
         chunk_size: tokens per chunk, best a power of two; accelerators round it up to a
@@ -197,13 +223,14 @@ def delta_causal(
             and not keys, or a state of other sizes; `state` or `return_state` together
             with axis_name.
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
-        (a decay per head); Kimi Team 2025, arXiv:2510.26692 (a decay per channel).
+        (a decay per head); Kimi Team 2025, arXiv:2510.26692 (a decay per channel);
+        Hatamizadeh et al. 2026, arXiv:2605.22791 (erase and write gates).
     """
     who = "delta_causal"
-    shared, operands = _operands(who, key, beta, log_decay, mask, segment_ids)
+    shared, operands = _operands(who, key, beta, log_decay, erase, mask, segment_ids)
     return attend_causal(
         who,
-        DeltaRule(fades=log_decay is not None),
+        DeltaRule(fades=log_decay is not None, gated=erase is not None),
         query,
         key,
         value,
@@ -225,6 +252,8 @@ def delta_step(
     value: Float[Array, "B 1 K V"],
     beta: Float[Array, "B 1 K"],
     log_decay: Float[Array, "#B 1 K *F"] | Float[Array, " K"] | None = None,
+    *,
+    erase: Float[Array, "B 1 K H"] | None = None,
 ) -> tuple[Float[Array, "B 1 N V"], DeltaState]:
     """Return the output for one more token of `delta_causal`, and the new state.
 
@@ -234,11 +263,9 @@ def delta_step(
         ValueError: as `delta_causal`; more than one token.
     """
     who = "delta_step"
-    shared, operands = _operands(who, key, beta, log_decay)
-    tokens = query, key, value
-    return attend_step(
-        who, DeltaRule(), state, *tokens, parameters=shared, operands=operands
-    )
+    shared, operands = _operands(who, key, beta, log_decay, erase)
+    rule, tokens = DeltaRule(gated=erase is not None), (query, key, value)
+    return attend_step(who, rule, state, *tokens, parameters=shared, operands=operands)
 
 
 def delta_state(
@@ -265,15 +292,17 @@ def _operands(
     key: Array,
     beta: Array,
     log_decay: Array | None,
+    erase: Array | None,
     mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> tuple[Array | None, tuple[Array, ...]]:
     """Return the log-decay that all tokens share, or None, and the operands per token.
 
-    The first operand is β. The second is the log-decay, if tokens do not share it.
+    The operands are β, the erase gates, if given, and the log-decay, if tokens do not
+    share it.
 
     Raises:
-        ValueError: β or the decays do not fit the keys.
+        ValueError: β, the erase gates or the decays do not fit the keys.
     """
     check_arrays(who, key=key)
     beta = as_array(who, "beta", beta)
@@ -282,7 +311,12 @@ def _operands(
             f"{who}: beta must be [B T K] {key.shape[:3]} for key {key.shape}, got "
             f"{beta.shape}"
         )
+    gates = () if erase is None else (as_array(who, "erase", erase),)
+    if gates and gates[0].shape != key.shape:
+        raise ValueError(
+            f"{who}: erase must have the shape of key {key.shape}, got {gates[0].shape}"
+        )
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[2], sum_dtype(key))
     shared, own = shared_or_per_token(who, log_decay, key, mask, segment_ids)
-    return shared, (beta, *own)
+    return shared, (beta, *gates, *own)

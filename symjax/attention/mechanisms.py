@@ -157,7 +157,7 @@ MECHANISMS = {
     "delta": Mechanism(
         *(delta_causal, delta_causal, delta_step, delta_state),
         options=("chunk_size",),
-        operands=("beta", "log_decay"),
+        operands=("beta", "log_decay", "erase"),
         required=("beta",),
         bidirectional=False,
         lengths=False,

@@ -164,6 +164,13 @@ class Attention(Keys):
         "repeat; 0: one rate for each key/value head",
         least=0,
     )
+    delta_gates: str = key(
+        "head",
+        "gates of the delta rule. head: one β per head, the share that is erased and "
+        "written; channel: erase gates per channel of the keys and write gates per "
+        "channel of the values (Gated DeltaNet-2)",
+        ("head", "channel"),
+    )
     function: str = key(
         "exp",
         "matrix_function: the function of A = QQᵀ that replaces the attention map",

@@ -20,13 +20,33 @@ from symjax.attention.delta_rule import (
 from symjax.attention.differential import differential
 from symjax.attention.gated_linear import decay_causal
 
-SHAPES = {"none": None, "head": (B, T, K), "channel": (B, T, K, H)}
+SHAPES = {
+    **{"none": None, "head": (B, T, K), "channel": (B, T, K, H)},
+    **{"erase": None, "gated": (B, T, K, H)},
+}
+GATED = ("erase", "gated")  # kinds with erase gates, without and with a decay
 each_kind = pytest.mark.parametrize("kind", SHAPES)
 
 
-def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=None):
+def rule(query, key, value, beta, log_decay, erase, **options):
+    return delta_causal(query, key, value, beta, log_decay, erase=erase, **options)
+
+
+def by_tokens(
+    query,
+    key,
+    value,
+    beta,
+    log_decay=None,
+    erase=None,
+    *,
+    sums=0.0,
+    mask=None,
+    segments=None,
+):
     """Run the rule token by token: decay, erase, write, read. Hidden tokens do
     nothing."""
+    eraser = key if erase is None else erase * key
     batch, length, heads, size = key.shape
     rates = np.zeros((1, 1, 1)) if log_decay is None else log_decay
     rates = rates if rates.ndim == 4 else rates[..., None]
@@ -38,7 +58,7 @@ def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=
             goes_on = segments[:, t] == segments[:, t - 1]
             sums = np.where(goes_on[:, None, None, None], sums, 0)
         faded = np.exp(rates[:, t])[..., None] * sums
-        held = np.einsum("bkh,bkhv->bkv", key[:, t], faded)
+        held = np.einsum("bkh,bkhv->bkv", eraser[:, t], faded)
         change = beta[:, t, :, None] * (value[:, t] - held)
         new = faded + key[:, t, :, :, None] * change[:, :, None]
         sums = new if mask is None else np.where(mask[:, :, :, t, None], new, sums)
@@ -48,16 +68,17 @@ def by_tokens(query, key, value, beta, log_decay, sums=0.0, mask=None, segments=
 
 
 def of_key(key, kind, module=np):
-    """Return keys of length 1, and β and decays that are functions of the key."""
+    """Return keys of length 1, and β, decays and erase gates, functions of the key."""
     if not jnp.issubdtype(key.dtype, jnp.floating):
-        return key, key[..., 1], None  # refused by the mechanism
+        return key, key[..., 1], None, None  # refused by the mechanism
     key = key.astype(jnp.promote_types(key.dtype, jnp.float32))
     size = module.sqrt((key**2).sum(axis=-1, keepdims=True))
     beta = 2 / (1 + module.exp(-key[..., 1]))
-    if kind == "none":
-        return key / size, beta, None
+    erase = 1 / (1 + module.exp(key[..., ::-1])) if kind in GATED else None
+    if SHAPES[kind] is None:
+        return key / size, beta, None, erase
     logits = key[..., 0] if kind == "head" else key
-    return key / size, beta, -0.3 * module.logaddexp(0, -logits)
+    return key / size, beta, -0.3 * module.logaddexp(0, -logits), erase
 
 
 class Ruled(laws.Mechanism):
@@ -68,19 +89,19 @@ class Ruled(laws.Mechanism):
     def of_kind(cls, kind):
         def causal(query, key, value, mask=None, *, chunk_size=CHUNK, **options):
             options |= {"mask": mask, "chunk_size": chunk_size}
-            key, beta, log_decay = of_key(key, kind, jnp)
-            return delta_causal(query, key, value, beta, log_decay, **options)
+            key, *operands = of_key(key, kind, jnp)
+            return rule(query, key, value, *operands, **options)
 
         def step(state, query, key, value):
-            key, *operands = of_key(key, kind, jnp)
-            return delta_step(state, query, key, value, *operands)
+            key, *operands, erase = of_key(key, kind, jnp)
+            return delta_step(state, query, key, value, *operands, erase=erase)
 
         return cls(causal, causal, step, delta_state, kind)
 
     def oracle(self, query, key, value, *, causal=True, segment_ids=None, mask=None):
-        key, beta, log_decay = of_key(key, self.products)
+        key, *operands = of_key(key, self.products)
         options = {"mask": mask, "segments": segment_ids}
-        return by_tokens(query, key, value, beta, log_decay, **options)[0]
+        return by_tokens(query, key, value, *operands, **options)[0]
 
 
 KINDS = {kind: Ruled.of_kind(kind) for kind in SHAPES}
@@ -99,7 +120,7 @@ def test_the_delta_rule_with_decays_of_channels_obeys(law):
     law(KINDS["channel"])
 
 
-@pytest.mark.parametrize("kind", ["none", "head"])
+@pytest.mark.parametrize("kind", ["none", "head", "erase", "gated"])
 @pytest.mark.parametrize(
     "law",
     [
@@ -114,19 +135,32 @@ def test_the_delta_rule_obeys(law, kind):
     law(KINDS[kind])
 
 
+@pytest.mark.parametrize("kind", GATED)
+@pytest.mark.parametrize(
+    "law",
+    [laws.parallel_chunks_agree, laws.vmap_changes_nothing],
+    ids=lambda x: x.__name__,
+)
+def test_the_delta_rule_with_erase_gates_obeys(law, kind):
+    law(KINDS[kind])
+
+
 def random(kind, length=T, seed=0, strongest=20.0):
-    """Draw query, keys of length 1, value, β up to 2, and log-decays from −20 to 0."""
+    """Draw query, keys of length 1, value, β up to 2, log-decays from −20 to 0, and
+    erase gates up to 1."""
     rng = np.random.default_rng(seed)
     shapes = (B, length, N, H), (B, length, K, H), (B, length, K, V)
     query, key, value = (rng.normal(size=shape) for shape in shapes)
     key /= np.linalg.norm(key, axis=-1, keepdims=True)
     beta = 2 * rng.random((B, length, K))
-    if kind == "none":
-        return query, key, value, beta, None
-    shape = (B, length, K, H)[: 4 if kind == "channel" else 3]
-    rates = -strongest * rng.random(shape)
-    rates = np.where(rng.random(shape) < 0.8, rates / 1000, rates)
-    return query, key, value, beta, rates
+    erase, rates = None, None
+    if SHAPES[kind] is not None:
+        shape = (B, length, K, H)[: len(SHAPES[kind])]
+        rates = -strongest * rng.random(shape)
+        rates = np.where(rng.random(shape) < 0.8, rates / 1000, rates)
+    if kind in GATED:
+        erase = rng.random(key.shape)
+    return query, key, value, beta, rates, erase
 
 
 @partial(jax.jit, static_argnames="chunk_size")
@@ -136,7 +170,7 @@ def results(weigh, weigh_end, arrays, sums, *, chunk_size, **options):
 
     def loss(arrays, sums):
         more = dict(options, chunk_size=chunk_size, state=DeltaState(sums))
-        output, state = delta_causal(*arrays, **more, return_state=True)
+        output, state = rule(*arrays, **more, return_state=True)
         total = (output * weigh).sum() + (state.sums * weigh_end).sum()
         return total, (output, state.sums)
 
@@ -149,20 +183,22 @@ def wanted_results(weigh, weigh_end, arrays, sums):
     """Return the same by the loop over tokens, with the derivative by jax."""
 
     def loss(arrays, sums):
-        query, key, value, beta, rates = arrays
+        query, key, value, beta, rates, erase = arrays
         rates = jnp.zeros_like(beta) if rates is None else rates
         rates = rates if rates.ndim == 4 else rates[..., None]
+        eraser = key if erase is None else erase * key
 
         def token(sums, now):
-            query, key, value, beta, rates = now
+            query, key, value, beta, rates, eraser = now
             sums = jnp.exp(rates)[..., None] * sums
-            held = jnp.einsum("bkh,bkhv->bkv", key, sums)
+            held = jnp.einsum("bkh,bkhv->bkv", eraser, sums)
             change = beta[..., None] * (value - held)
             sums = sums + key[..., None] * change[:, :, None]
             repeated = jnp.repeat(sums, query.shape[1] // sums.shape[1], axis=1)
             return sums, jnp.einsum("bnh,bnhv->bnv", query, repeated)
 
-        moved = [jnp.moveaxis(x, 1, 0) for x in (query, key, value, beta, rates)]
+        tokens = query, key, value, beta, rates, eraser
+        moved = [jnp.moveaxis(x, 1, 0) for x in tokens]
         sums, outputs = jax.lax.scan(token, sums, tuple(moved))
         output = jnp.moveaxis(outputs, 0, 1)
         total = (output * weigh).sum() + (sums * weigh_end).sum()
@@ -206,7 +242,7 @@ def test_float32_is_close_in_chunks_that_do_not_divide(kind):
     single = jax.tree.map(np.float32, arrays)
     mask = hiding(T)
     options = {"mask": mask, "segment_ids": SEGMENTS}
-    output, state = delta_causal(*single, chunk_size=12, return_state=True, **options)
+    output, state = rule(*single, chunk_size=12, return_state=True, **options)
     wanted, sums = by_tokens(*arrays, mask=mask, segments=SEGMENTS)
     close(output, wanted, 3e-6)
     close(state.sums, sums, 3e-6)
@@ -228,7 +264,7 @@ def test_hidden_tokens_are_as_good_as_absent(kind):
     actual, clean = masked(tuple(bad), sums), masked(arrays, sums)
     for one, two in zip(jax.tree.leaves(actual), jax.tree.leaves(clean), strict=True):
         same(one, two)
-    for gradient in actual[3:7]:
+    for gradient in actual[3:8]:
         if gradient is not None:
             assert not np.asarray(gradient)[~seen].any()
 
@@ -244,7 +280,7 @@ def test_time_split_over_devices_changes_nothing(kind, devices):
         "segment_ids": np.repeat([[0, 1, 1, 2], [3, 3, 3, 3]], 5, axis=1),
     }
     weigh = weights(length)[0].astype(np.float32)
-    check_split_time(delta_causal, arrays, weigh, devices, options)
+    check_split_time(rule, arrays, weigh, devices, options)
 
 
 def test_ones_replace_what_a_key_holds():
@@ -254,6 +290,15 @@ def test_ones_replace_what_a_key_holds():
     beta = np.ones((1, 5, 1), np.float32)
     _, state = delta_causal(key, key, value, beta, return_state=True)
     close(state.sums[0, 0, :3], value[0, [2, 4, 3], 0], 1e-6)
+
+
+def test_erase_gates_of_one_value_are_the_share_that_is_erased():
+    """Gated DeltaNet-2 with one gate b for erasing and writing is KDA with β = b."""
+    query, key, value, beta, rates, _ = jax.tree.map(np.float32, random("channel"))
+    gate = np.repeat(beta[..., None], H, axis=-1)
+    gated = beta[..., None] * value, np.ones_like(beta), rates
+    output = delta_causal(query, key, *gated, erase=gate)
+    close(output, delta_causal(query, key, value, beta, rates), 2e-6)
 
 
 def test_orthogonal_keys_and_ones_are_linear_attention():
@@ -267,7 +312,7 @@ def test_orthogonal_keys_and_ones_are_linear_attention():
 
 
 def test_differential_subtracts_two_states():
-    query, key, value, beta, rates = random("head")
+    query, key, value, beta, rates, _ = random("head")
     key, value, lam = key[:, :, :2], value[:, :, :1], 0.4
     beta, rates = beta[..., :2], rates[..., :2]
     one, two = (
@@ -292,6 +337,8 @@ def test_wrong_operands_are_named():
         assert str(key.shape) in str(refusal.value)
     with pytest.raises(ValueError, match=r"delta_causal: log_decay.*\(2, 19, 6\)"):
         delta_causal(query, key, value, good, np.zeros((B, T, N), np.float32))
+    with pytest.raises(ValueError, match=r"erase .*\(2, 19, 3, 5\), got .* 3\)"):
+        delta_causal(query, key, value, good, erase=good)
     with pytest.raises(ValueError, match="delta_step: a step takes one token"):
         delta_step(delta_state(B, K, H, V), query, key, value, good)
     with pytest.raises(ValueError, match="need a DeltaState.*got a DeltaState"):

@@ -1,5 +1,6 @@
 """Layers of the delta rule against their definitions, token by token in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,15 +13,20 @@ from symjax.models.cost import attention_flops
 TAPS = 4
 SIZE = WIDTH // HEADS
 PARTS = {"mechanism": "delta", "short_convolution": TAPS, "output_gate": True}
-every_decay = pytest.mark.parametrize("decay", ["none", "mamba2", "kda"])
+KINDS = [("none", "head"), ("mamba2", "head"), ("kda", "head"), ("kda", "channel")]
+every_kind = pytest.mark.parametrize(("decay", "gates"), KINDS)
 
 
 def dense(part, x):
     return x @ weight(part, "kernel") + (weight(part, "bias") if part.use_bias else 0)
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def silu(x):
-    return x / (1 + np.exp(-x))
+    return x * sigmoid(x)
 
 
 def heads_of(layer, name, x):
@@ -39,7 +45,12 @@ def definition(layer, x):
     query, key = (
         y / np.sqrt((y**2).sum(axis=-1, keepdims=True) + 1e-6) for y in (query, key)
     )
-    beta = 1 / (1 + np.exp(-dense(layer.beta, x)))
+    eraser, beta = key, np.ones((TIME, HEADS))
+    if layer.chosen.delta_gates == "channel":
+        eraser = sigmoid(dense(layer.erase, x)).reshape(key.shape) * key
+        value = sigmoid(dense(layer.write, x)).reshape(value.shape) * value
+    else:
+        beta = sigmoid(dense(layer.beta, x))
     log_decay = np.zeros((TIME, HEADS, 1))
     if layer.chosen.decay != "none":
         gate = layer.decay
@@ -51,7 +62,7 @@ def definition(layer, x):
     mixed = np.zeros((TIME, HEADS, SIZE))
     for t in range(TIME):
         state = np.exp(log_decay[t])[..., None] * state
-        held = np.einsum("nh,nhv->nv", key[t], state)
+        held = np.einsum("nh,nhv->nv", eraser[t], state)
         change = beta[t][:, None] * (value[t] - held)
         state = state + key[t][..., None] * change[:, None]
         mixed[t] = np.einsum("nh,nhv->nv", query[t], state)
@@ -60,17 +71,17 @@ def definition(layer, x):
     return dense(layer.out, normed * silu(dense(layer.output_gate, x)))
 
 
-@every_decay
-def test_a_layer_is_its_definition(decay):
-    layer, x = layer_of(decay, **PARTS), inputs()
+@every_kind
+def test_a_layer_is_its_definition(decay, gates):
+    layer, x = layer_of(decay, delta_gates=gates, **PARTS), inputs()
     wanted = [definition(layer, one.astype(np.float64)) for one in x]
     np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(layer, x), wanted, atol=5e-5)
 
 
-@every_decay
-def test_decoding_is_the_whole_form(decay):
+@every_kind
+def test_decoding_is_the_whole_form(decay, gates):
     """A piece of five tokens, then one at a time, with the states of convolutions."""
-    layer, x = layer_of(decay, **PARTS), inputs()
+    layer, x = layer_of(decay, delta_gates=gates, **PARTS), inputs()
     whole = nnx.jit(lambda m, x: m(x))(layer, x)
     decode = nnx.jit(lambda m, x, cache, read: m.decode(x, cache, read))
     cache, found = layer.init_cache(2, TIME), []
@@ -78,6 +89,18 @@ def test_decoding_is_the_whole_form(decay):
         piece, cache = decode(layer, x[:, start:stop], cache, jnp.full(2, start))
         found.append(piece)
     np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=5e-6)
+
+
+def test_gates_per_channel_have_a_weight_per_channel_of_keys_and_of_values():
+    shared = {"key_size": 2 * SIZE, **PARTS}
+    counts = [
+        sum(x.size for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+        for layer in (
+            layer_of("kda", delta_gates=x, **shared) for x in ("head", "channel")
+        )
+    ]
+    erase, write = WIDTH * HEADS * 2 * SIZE, WIDTH * HEADS * SIZE
+    assert counts[1] - counts[0] == erase + write - WIDTH * HEADS
 
 
 def test_the_key_asks_as_one_more_query_does():

@@ -150,9 +150,10 @@ def test_more_heads_repeat_constant_decays(decay, differential, x64, monkeypatch
         (model(forget="mamba2"), "none"),
         (model(mechanism="decay", decay="gated"), "v1"),
         (model(mechanism="delta", decay="kda"), "none"),
+        (model(mechanism="delta", decay="kda", delta_gates="channel"), "v1"),
         (learned("t2r"), "v1"),
     ],
-    ids=["fox", "mamba2", "gated", "delta", "t2r"],
+    ids=["fox", "mamba2", "gated", "delta", "gdn2", "t2r"],
 )
 def test_more_heads_repeat_gates_and_feature_maps(source, differential):
     """Each key head of the target has the gate of the head that it repeats."""
@@ -313,6 +314,22 @@ def test_branches_forget_as_their_head_did(mechanism, decay):
     other = model(mechanism=mechanism, decay="gated")
     fresh = convert(before, source, other)["blocks"][0]["attention"]["decay"]
     assert set(fresh) == {"down", "up"} and "bias" in fresh["up"]
+
+
+def test_gates_per_channel_follow_their_channels_to_branches():
+    """A branch has half of the channels of its head. Gates of another kind are new."""
+    chosen = {"mechanism": "delta", "decay": "kda", "delta_gates": "channel"}
+    source = model(**chosen)
+    before = weights(source)
+    after = convert(before, source, model(**chosen, differential="v1"))
+    one, two = (x["blocks"][0]["attention"] for x in (before, after))
+    for gate in ("erase", "write"):
+        np.testing.assert_array_equal(two[gate]["kernel"], one[gate]["kernel"])
+    plain = model(**chosen | {"delta_gates": "head"})
+    assert changes(source, plain) == ["model.attention.delta_gates 'channel' → 'head'"]
+    fresh = convert(before, source, plain)["blocks"][0]["attention"]
+    assert fresh["beta"]["kernel"].shape == (24, 3)
+    assert "erase" not in fresh
 
 
 def test_branches_have_the_forget_gates_of_their_head():

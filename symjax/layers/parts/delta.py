@@ -1,4 +1,13 @@
-"""Weights of the delta rule: β, and the decay of the state."""
+"""Weights of the delta rule: its gates, and the decay of the state.
+
+`model.attention.delta_gates` chooses the gates, each the sigmoid of a linear map of the
+token without a bias:
+
+head       β per key head: D K weights for width D
+channel    erase gates per channel of the keys, and write gates per channel of the
+           values, of Gated DeltaNet-2 (arXiv:2605.22791): D K H + D Kv V weights for Kv
+           value heads; β is 1
+"""
 
 from typing import Any
 
@@ -6,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from symjax import config
 from symjax.layers.parts.decays import DECAY, decay_converted, decay_of
@@ -19,29 +28,54 @@ from symjax.layers.parts.part import (
 from symjax.layers.primitives import Linear, unit_length
 from symjax.layers.sharded import Operand
 
+GATES = "beta", "erase", "write"
+
 
 def _weights(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
     shared = {"use_bias": False, "dtype": jnp.dtype(options.dtype), "rngs": rngs}
-    weights = {"beta": Linear(options.width, sizes.keys, **shared)}
+    widths = {"beta": sizes.keys}
+    if options.attention.delta_gates == "channel":
+        widths = {
+            "erase": sizes.keys * sizes.head_size,
+            "write": sizes.kv_heads * sizes.value_size,
+        }
+    weights = {x: Linear(options.width, y, **shared) for x, y in widths.items()}
     if options.attention.decay == "none":
         return weights
     return weights | {"decay": decay_of(options, depth, sizes, rngs)}
 
 
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
-    """Add β in (0, 1) per key head and decays; scale queries and keys to length 1."""
-    logits = layer.beta(x)
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
-    beta = jax.nn.sigmoid(logits.astype(wide))
-    operands = operands | {"beta": Operand(beta, "BTK")}
+    """Add gates in (0, 1) and decays; scale queries and keys to length 1.
+
+    Write gates multiply the values.
+    """
+    operands = dict(operands)
+    if layer.chosen.delta_gates == "channel":
+        key, value = operands["key"].array, operands["value"]
+        erase = _gate(layer.erase, x).reshape(key.shape)
+        write = _gate(layer.write, x).reshape(value.array.shape)
+        written = (write * value.array).astype(value.array.dtype)
+        operands["value"] = value._replace(array=written)
+        operands["erase"] = Operand(erase, "BTK")
+        beta = jnp.ones(key.shape[:3], erase.dtype)
+    else:
+        beta = _gate(layer.beta, x)
+    operands["beta"] = Operand(beta, "BTK")
     for name in ("query", "key"):
         operand = operands[name]
         operands[name] = operand._replace(array=unit_length(operand.array))
     if layer.chosen.decay != "none":
         operands["log_decay"] = Operand(layer.decay(x), "BTK")
     return operands
+
+
+def _gate(gate: Linear, x: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    """Return the sigmoid of a linear map of each token, in float32 at least."""
+    logits = gate(x)
+    return jax.nn.sigmoid(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
 
 
 def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
@@ -63,26 +97,29 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Key heads that the target repeats keep their β and decay. If only the target is
-    differential (V1), both branches of a head get the β and the decay of the head.
+    Key heads that the target repeats keep their gates and decay. If only the target is
+    differential (V1), both branches of a head get the β and the decay of the head, and
+    each gets the erase gates of its channels. Gates of another kind start fresh.
     """
     weights = decay_converted(weights, source, target)
-    beta = repeat_key_heads(weights["beta"], source, target)
-    combined = source.attention.differential, target.attention.differential
-    if combined != ("none", "v1"):
-        return weights | {"beta": beta}
-    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), beta)
-    return weights | {"beta": twice}
+    before, after = source.attention, target.attention
+    gates = {x: weights[x] for x in GATES if x in weights}
+    if before.delta_gates != after.delta_gates:
+        return {x: y for x, y in weights.items() if x not in gates}
+    gates = repeat_key_heads(gates, source, target)
+    if "beta" in gates and (before.differential, after.differential) == ("none", "v1"):
+        gates = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=-1), gates)
+    return weights | gates
 
 
 DELTA = Part(
     weights=_weights,
     operands=_operands,
     head_norm=True,
-    keys=lambda chosen: ("decay", "decay_heads"),
+    keys=lambda chosen: ("decay", "decay_heads", "delta_gates"),
     flops=_flops,
-    rules=(("beta/kernel", P("fsdp", "tensor")),),
-    owned=("beta", *DECAY.owned),
+    rules=tuple((f"{gate}/kernel", P("fsdp", "tensor")) for gate in GATES),
+    owned=(*GATES, *DECAY.owned),
     convert=_converted,
     check=DECAY.check,
 )

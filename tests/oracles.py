@@ -63,6 +63,8 @@ def performer_products(
     module=np,
 ):
     """Return log|w| and the sign of w = Σ_m φ_m(q) φ_m(k), up to a common factor."""
+    if features == "slay":
+        return slay_products(query, key, projection, module=module)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
     query, key = query * scale**0.5, key * scale**0.5
@@ -92,6 +94,29 @@ def performer_products(
     nothing = sums == 0
     logarithms = module.log(module.abs(module.where(nothing, 1.0, sums))) + shift
     return module.where(nothing, -np.inf, logarithms), module.sign(sums)
+
+
+def slay_products(query, key, projection, *, module=np):
+    """Return log w and 1 for w = Σ_m φ_m(q) φ_m(k) with SLAY's two nodes 2 ∓ √2."""
+    count = len(projection)
+    place = np.arange(count)
+    anchors = projection[(place + count // 2) % count]
+    anchors = anchors / np.linalg.norm(anchors, axis=1, keepdims=True)
+    node = (2 - 2**0.5 * (-1.0) ** place) / (2 + 1e-6)
+    weight = (2 + 2**0.5 * (-1.0) ** place) / np.where(
+        place % 2, count // 2, (count + 1) // 2
+    )
+
+    def features(x):
+        x = x / (x * x).sum(axis=-1, keepdims=True) ** 0.5
+        squares = module.einsum("btnh,mh->bntm", x, anchors) ** 2
+        rows = projection * (2 * node[:, None]) ** 0.5
+        exponents = module.einsum("btnh,mh->bntm", x, rows)
+        return squares * module.exp(exponents - node.reshape(1, 1, 1, count))
+
+    key = module.repeat(key, query.shape[2] // key.shape[2], axis=2)
+    total = module.einsum("bntm,bnsm,m->bnts", features(query), features(key), weight)
+    return module.log(total), module.sign(total)
 
 
 # Scores of pairs: softmax, symmetric and differential attention.

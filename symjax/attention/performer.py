@@ -60,6 +60,8 @@ def performer(
     favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2); a reduces variance
     favor#         as favor++, with one a for each direction of the statistics
     relu           φ(x) = relu(w·x'), which does not estimate softmax
+    slay           features of the direction of x, for a kernel that falls with the
+                   distance of the directions (`symjax.attention.slay`)
 
     Query head n uses key head n // (N/K). Time O((T + S) M (H + V)); no [T S] array is
     formed. Sums run in float32 at least. A row that sees no key is zero. No ε is added.
@@ -69,18 +71,20 @@ def performer(
             are the same in each call.
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: a name of the list above.
-        scale: factor of the scores, above 0; 1/√H by default.
+        scale: factor of the scores, above 0; 1/√H by default. It does not change the
+            weights of relu and slay.
         statistics: for favor++ and favor#, from `favor_statistics`. None: those of
             queries and keys with independent entries of variance 1; then favor++ and
             favor# are equal, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 with s = 2 scale.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
             segments the sums run through the engine of `performer_causal`, which has no
-            forward-mode derivative (`jax.jvp`) except for relu.
+            forward-mode derivative (`jax.jvp`) except for relu and slay.
     Raises:
         ValueError: shapes that do not fit, an unknown name, statistics for features
             that take none, or a mask that hides pairs and not keys.
     Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, relu);
-        Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787.
+        Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787; Luna et
+        al. 2026, arXiv:2602.04915 (slay).
     """
     options = features, query, key, projection, scale, statistics
     recurrence, random = _recurrence("performer", *options)
@@ -115,8 +119,8 @@ def performer_causal(
     On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
     kernels compute all features except trigonometric ones, in bfloat16 with errors of
     TF32, for value sizes 16, 32, 64 and 128; they save float32 states every 64 tokens.
-    Both take at most 1024 features. Only relu, whose features have no exponent, has a
-    forward-mode derivative (`jax.jvp`), and only without kernels.
+    Both take at most 1024 features. Only relu and slay, whose features have no
+    exponent, have a forward-mode derivative (`jax.jvp`), and only without kernels.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
@@ -192,7 +196,8 @@ def performer_state(
     """Return the state of `performer_causal` before the first token.
 
     The state has M (V + 2) numbers per key head, float32 at least, for M features: M V
-    sums, M totals and M running maxima. relu has no running maxima: M (V + 1) numbers.
+    sums, M totals and M running maxima. relu and slay have no running maxima:
+    M (V + 1) numbers.
     Trigonometric features share one maximum: M (V + 1) + 1. M is the number of rows of
     the projection; for hyperbolic and trigonometric features it is twice that number.
 

@@ -19,7 +19,13 @@ from jaxtyping import Array, Float, Key
 
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
-from symjax.attention.core.products import einsum, in_six_passes, squared_length
+from symjax.attention.core.products import (
+    einsum,
+    in_six_passes,
+    over_root,
+    squared_length,
+)
+from symjax.attention.slay import spherical_features
 
 
 @functools.partial(jax.jit, static_argnames=("features", "head_size", "norms"))
@@ -139,6 +145,17 @@ def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
     return LogFeatures(jax.nn.relu(_project(x, random)), None)
 
 
+def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
+    """Return the features of SLAY, of the direction of x alone; those of 0 are 0.
+
+    They have no exponent: for rows of length ℓ the exponentials are below e^(1.9 ℓ).
+    """
+    direction = over_root(x, squared_length(x))
+    one = random._replace(scale=jnp.ones((), x.dtype), offset=None)
+    lengths = jnp.sqrt(squared_length(random.rows.astype(x.dtype)))[:, 0]
+    return LogFeatures(spherical_features(_project(direction, one), lengths), None)
+
+
 _POSITIVE = _estimating(_exponential, exponential=(1,))
 # Values of model.attention.features for the mechanism "performer". The rows of "favor#"
 # and "favor++" are changed by statistics before they get here: `favor.adapted`.
@@ -148,5 +165,6 @@ RANDOM_FEATURES = {
     "hyperbolic": _estimating(_hyperbolic, exponential=(1, -1)),
     "positive": _POSITIVE,
     "relu": Features(_rectified, _rectified),
+    "slay": Features(_spherical, _spherical),
     "trigonometric": _estimating(_waves, sign=1),
 }

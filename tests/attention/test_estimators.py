@@ -13,7 +13,7 @@ from symjax.attention.favor import apply_statistics, favor_statistics
 from symjax.attention.performer import performer
 from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
 
-ESTIMATORS = sorted(set(RANDOM_FEATURES) - {"relu"})
+ESTIMATORS = sorted(set(RANDOM_FEATURES) - {"relu", "slay"})
 
 
 def projections(count, rows, size, **options):

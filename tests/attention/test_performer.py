@@ -69,7 +69,7 @@ def test_trigonometric_features_obey(law):
     "law",
     [laws.it_equals_its_definition, laws.a_prefill_goes_on_in_chunks_and_steps],
 )
-@pytest.mark.parametrize("features", ["hyperbolic", "favor#"])
+@pytest.mark.parametrize("features", ["hyperbolic", "favor#", "slay"])
 def test_other_features_obey(features, law):
     statistics = {}
     if features == "favor#":
@@ -299,7 +299,7 @@ def test_a_side_without_keys_has_no_say(size):
 
 def test_unknown_features_and_wrong_projections_are_named():
     arrays = inputs(dtype=np.float32)
-    with pytest.raises(ValueError, match="'trig'.*favor.*positive, relu, trig"):
+    with pytest.raises(ValueError, match="'trig'.*favor.*positive, relu, slay, trig"):
         performer_causal(*arrays, features="trig")
     with pytest.raises(ValueError, match=r"\(2, 19, 6, 5\).*\(11, 4\)"):
         performer(*arrays, ROWS[:, :4])

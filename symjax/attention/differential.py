@@ -100,13 +100,14 @@ def differential(
     If K ≤ N/r, m is K, so the keys are [B S 2K H] as with r = 1. If K = N, each query
     head has its own key.
 
-    Without a kernel, a score mechanism subtracts the two maps block by block, and
+    In row blocks a score mechanism subtracts the two maps block by block, and
     multiplies the difference by the values once. It computes each noise map once. It
     takes 1.1–1.4 times as long as softmax with the same number of parameters (N heads
-    of twice the size). Kernels compute two outputs and subtract them. All other
-    mechanisms run once with twice the heads, and the two outputs are subtracted; a
-    recurrence then has a state per branch. Kernels and mechanisms without scores repeat
-    a noise head for each signal head of its group, so they cost as much as with r = 1.
+    of twice the size). Kernels and the ring compute two outputs and subtract them. All
+    other mechanisms run once with twice the heads, and the two outputs are subtracted;
+    a recurrence then has a state per branch. Kernels and mechanisms without scores
+    repeat a noise head for each signal head of its group, so they cost as much as with
+    r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].
@@ -204,7 +205,7 @@ def _difference(
     if signals > 1:
         query = in_pairs(query, signals)
         key = in_pairs(key, signal_keys(key.shape[2], value.shape[2]))
-    # Query heads of one key head must be adjacent; there are (k p) key heads, or k.
+    # Query heads of one key head must be adjacent. V1 has 2k key heads, and V2 has k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"

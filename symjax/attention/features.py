@@ -135,8 +135,9 @@ def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _S
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
-    m = max |k̂| Σ k̂ / |Σ k̂| has the length of the longest k̂. So q̂ + m and k̂ − m also
-    keep their digits if all keys are far shorter than 1e-6, when |k̂| is far below 1.
+    m = max |k̂| Σ k̂ / |Σ k̂| has the direction of the mean key and the length of the
+    longest k̂. If all keys are equal, k̂ − m is 0, also for keys far shorter than 1e-6,
+    whose |k̂| is far below 1. A vector m of length 1 would then be far from k̂.
     """
     queries, keys = query.source, key.source
     units, lengths = jax.lax.stop_gradient((keys.unit, keys.length))

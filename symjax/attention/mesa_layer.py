@@ -64,8 +64,8 @@ def mesa_causal(
     2e5 times and 4e-3 at 2e7 times, with `mesa_step` 2e-5 and 2e-4. Layers give keys
     length 1 and have a ridge above 0.25.
 
-    There is no decay: with one, P = (Λ + M)⁻¹ would change in all directions at every
-    token, so a chunk would need a factorisation [H H] for each of its tokens.
+    There is no decay: with one, P = (Λ + Σ k kᵀ)⁻¹ would change in all directions at
+    every token, so a chunk would need a factorisation [H H] for each of its tokens.
 
     Args:
         ridge: Λ, above 0: a number, one per key head, or one per key head and channel.

@@ -236,8 +236,8 @@ class Checkpoints:
         """Return the steps in the order in which to try them until one is whole.
 
         The newest comes first, or with `best` the one with the least loss. Steps whose
-        loss cannot be read come before it. They are damaged, and are reported as such,
-        because each of them may have been the best.
+        loss cannot be read are tried before it, so that they are reported as damaged:
+        one of them may have been the best.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")

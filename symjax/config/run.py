@@ -103,8 +103,8 @@ class Config(Keys):
     seed: int = key(0, "seed of weights, shuffling and dropout", least=0)
     init_from: str = key(
         "",
-        "workdir, or folder with a Llama, a DiffLlama or a GPT-2, whose weights are "
-        "converted to this model before the first step",
+        "workdir, folder of save_pretrained, or folder with a Llama, DiffLlama or "
+        "GPT-2, whose weights are converted to this model before the first step",
     )
     model: Model = Model()
     data: Data = Data()

@@ -40,11 +40,9 @@ class Boundaries(NamedTuple):
     def overlap(self) -> int:
         """Number of tokens that the slice of a source shares with the previous source.
 
-        Each source of a mixture has a slice of the packed text. In "end A end B end" a
-        document begins with the token that ends the previous document. The slice
-        therefore begins one token early, with the last token of the previous source:
-        the number is 1. All other packings write the token that begins a document
-        together with the document, so the slice contains it: the number is 0.
+        Each source of a mixture has a slice of the packed text. The number is 1 if the
+        first document of a source begins with the token that ends the source before
+        it, as B does in "end A end B end". Otherwise it is 0.
         """
         return int(self.shared and self.after is not None)
 

@@ -39,9 +39,10 @@ class Role(nnx.Module):
 class GatedBlock(nnx.Module):
     """x + W_o(u ⊙ A v), with u = silu(W_u y), v = silu(W_v y) and y = norm(x).
 
-    A is relu² attention with one head, whatever model.heads says. Its query and key
-    are scales and biases of one vector z = silu(W_z y); u and v have twice the width,
-    so that two such blocks cost about as much as one of attention and feed-forward.
+    A is relu² attention with one head, whatever model.heads says. Query and
+    key are one vector z = silu(W_z y), each with a scale and a bias of its own. u and v
+    have twice the width, so that two such blocks cost about as much as one of attention
+    and feed-forward.
 
     gau    all pairs; weights are divided by model.length in a decoder, whose output may
            not depend on later tokens, and by the number of tokens in an encoder

@@ -25,8 +25,8 @@ PROJECTION, FEEDFORWARD = "projection", "feedforward"
 class Linear(nnx.Linear):
     """`nnx.Linear` as one [B·T, D] product, up to 1.8 times faster on CPU.
 
-    If a mesh splits time, the product keeps the axes B and T apart: no sharding
-    expresses a joined axis B·T of parts of rows.
+    If a mesh splits time, the product keeps the axes B and T apart: one axis B·T cannot
+    be sharded over both.
     """
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B E"]:

@@ -1,4 +1,4 @@
-"""Embedding, positions, blocks and output layer, which both kinds of models share."""
+"""Embedding, positions, blocks and output layer, which decoders and encoders share."""
 
 from collections.abc import Callable
 from typing import Any

@@ -105,7 +105,7 @@ def _device_kind() -> str:
 
 
 def on_tpu() -> bool:
-    """Return whether the traced program may run on a TPU that our kernels support.
+    """Return whether the devices of the mesh, or of this machine, are supported TPUs.
 
     The compiler of kernels has no 64-bit types, and TPUs before v4 cannot multiply
     bfloat16.
@@ -116,7 +116,7 @@ def on_tpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Return whether the traced program may run on an NVIDIA GPU with bfloat16.
+    """Return whether the devices of the mesh, or here, are NVIDIA GPUs with bfloat16.
 
     Tensor cores multiply bfloat16 from compute capability 8.0 on.
     """

@@ -11,7 +11,8 @@ from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
 # A row has underflowed if its denominator is below this, although it sees a key. The
-# denominator is relative to the highest exponent in the chunk: 1e-20 is e⁻⁴⁶.
+# denominator is divided by exp(shift). The shift is the largest exponent of the row
+# over all keys of the chunk. 1e-20 is e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
 
@@ -80,17 +81,16 @@ class Features(NamedTuple):
             number by which `Normalised.prepare` has divided φ(q). None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative: H → how many of the first key features are never negative. A
-            state is read around the mean of its values, in which a key weighs the sum
-            of these features. Only for maps whose features change sign although no
-            pair has a negative weight; None for other maps.
+            state is read around the mean of its values; this mean weights each value
+            by the sum of these features of its key. Only for maps whose features change
+            sign although no pair has a negative weight; None for other maps.
         centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
             are the same and cancel less. Only bidirectional attention can use them,
             since it knows all keys. The first feature of a key is 1, so that its sum
             is the number of keys.
         bounded: whether no feature exceeds 1 and no pair has a negative weight. The
-            rounding error of the mean weight of a row is then known. Kernels sum such
-            features although they change sign, and set a row to 0 if its mean weight
-            is below this error.
+            rounding error of the mean weight of a row then has a known bound. So
+            kernels may sum such features, and set a row to 0 below that bound.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows

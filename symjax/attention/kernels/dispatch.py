@@ -31,8 +31,9 @@ If one program is lowered for several platforms, the kernel computes the call on
 platform and the fallback on the others. `implementation=` of softmax names a kernel.
 Then `run_named` skips tests 1 to 3, and raises where test 4 fails.
 
-A module of a kernel is imported when a call first uses it. A CPU imports one only if
-`implementation=` names it. Mosaic GPU is only needed on machines that run its kernels.
+A module of a kernel is imported when a call first uses it. A machine without
+accelerators imports one only if `implementation=` names it, or if it compiles for
+devices that are not there. Mosaic GPU is only needed on machines that run its kernels.
 """
 
 from collections.abc import Callable, Iterator

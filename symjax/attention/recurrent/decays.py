@@ -3,10 +3,11 @@
 The decay of a pair is exp(g_{s+1} + … + g_t), with the log-decays g ≤ 0 of the tokens
 after key s up to query t. `chunk_decays` computes all of them for one chunk.
 
-Blocks of 2, 4, 8 … tokens are joined two by two, as in a merge sort. Queries of the
+Blocks of tokens are joined two by two, as in a merge sort. Queries of the
 second half see keys of the first half. The log-decay of such a pair is the sum from the
 key to the boundary between the halves plus the sum from there to the query. No sum is
-subtracted from another one. So every factor is at most 1, a strong decay does not make
+subtracted from another one; inside the first blocks sums are, in two parts that lose no
+digits (`_exponents`). So every factor is at most 1, a strong decay does not make
 other decays less exact, and −∞, which forgets everything, is a valid log-decay.
 
 Short blocks are slow on accelerators and make programs long. The recursion therefore

@@ -89,8 +89,8 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster unless a
             chunk needs much more memory than its tokens.
-        on_one_gpu_only: run chunks in parallel on a single GPU alone, where they become
-            further examples of the batch. Other accelerators would run them by
+        on_one_gpu_only: run chunks in parallel only if a single GPU computes the call,
+            as further examples of the batch. Other accelerators would run them by
             `jax.vmap`, which runs both sides of a branch that depends on data. Set it
             if `advance` has such a branch, or if `effect` costs as much as `advance`.
     """

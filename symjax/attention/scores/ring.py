@@ -81,9 +81,9 @@ def attend_ring(
     it sends them n − 1 times again, and their gradients n times, in float32 at least.
     Memory is linear in T, not in S = n T.
 
-    Causal rows skip the keys of later devices. The last device still processes all n,
-    so the ring takes the time of n devices. A window skips devices on both sides. There
-    is no forward-mode derivative (`jax.jvp`).
+    Causal rows skip the keys of later devices. That saves no time, since all devices
+    wait for the last one, which needs the keys of all n. A window skips devices on both
+    sides. There is no forward-mode derivative (`jax.jvp`).
 
     Args:
         operands: query, key and value are those of one device. Bias and visibility are

@@ -1,4 +1,4 @@
-"""The row-block engine: score mechanisms in XLA, wherever no kernel runs them.
+"""The row-block engine: score mechanisms in XLA, without a kernel and without the ring.
 
 A score mechanism provides one function, its row weights. It turns the scores of some
 query rows and the keys that they see into the weights of these keys. The engine
@@ -30,7 +30,7 @@ from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
-KEPT = "row sums"  # `checkpoint_name` of what a block saves for its gradient
+KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
 EXTENTS = 8  # most extents of blocks (see `_blocks`); each is compiled separately
 FEW_KEYS = 2048  # up to this number of keys there are at most two extents

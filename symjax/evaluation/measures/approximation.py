@@ -7,11 +7,12 @@ are two errors, both relative, in Frobenius norms, and means over heads:
     error of the output  |(Â − A) V| / |A V|
 
 The first table has errors of random features of the model's own queries and keys, for
-every kind of random features that estimates softmax, for 16, 64, 256 and 1024 features,
-and for projections with orthogonal and with independent rows. The errors are measured
-on the first 128 tokens of one held-out window. They are means over 64 projections, with
-their standard errors. FAVOR++ and FAVOR# need statistics of queries and keys: these are
-computed for each layer on another held-out window, if there is one.
+every kind of random features that estimates softmax, for projections of 16, 64, 256 and
+1024 rows, orthogonal or independent. Hyperbolic and trigonometric features are two per
+row. The errors are measured on the first 128 tokens of one held-out window. They are
+means over 64 projections, with their standard errors. FAVOR++ and FAVOR# need
+statistics of queries and keys: these are computed for each layer on another held-out
+window, if there is one.
 
 The second table has errors of the layers of the model that use features themselves, on
 a few held-out windows.
@@ -41,7 +42,7 @@ from symjax.figures import Lines
 from symjax.layers.parts.table import part_of
 from symjax.models.build import attentions
 
-FEATURES = (16, 64, 256, 1024)  # numbers of random features
+FEATURES = (16, 64, 256, 1024)  # numbers of rows of a projection
 KINDS = ("positive", "hyperbolic", "trigonometric", "favor++", "favor#")
 DRAWS = 64  # projections for each row of the first table
 LARGEST = 2.0  # the largest error in figures; trigonometric features reach 70

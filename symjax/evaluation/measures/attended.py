@@ -6,8 +6,8 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
-the uniform map, which gives all visible keys the same weight (in `noise` only that of
-the answer). A larger share means that the attention favours these keys.
+the uniform map, which gives all visible keys the same weight; the table of `noise` has
+it for the answer alone. A larger share means that the attention favours these keys.
 
     noise        shares on the answer, on the context and elsewhere: how much of the
                  attention goes to the tokens that matter

@@ -3,9 +3,9 @@
 An adapter makes the arrays of the kernels from the arrays of a call: hidden tokens are
 0, and time is padded to whole chunks.
 
-Features that are exponentials may underflow in a row if a later key of its chunk is
-much larger than all keys that the row sees. The fallback computes such rows again, one
-chunk after the other (`core.underflow`).
+Features that are exponentials may underflow in a row if those of a later key of its
+chunk are much larger than those of all keys that the row sees. The fallback computes
+such rows again, one chunk after the other (`core.underflow`).
 """
 
 from collections.abc import Callable, Sequence

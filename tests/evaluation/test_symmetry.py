@@ -104,7 +104,7 @@ def test_keys_that_are_queries_are_symmetric_and_gated_units_have_no_matrix():
             assert row["direction"] == pytest.approx(0, abs=1e-9)
     mixed = measured(made(pattern=("softmax", "gau")))
     assert [row["layer"] for row in mixed.values["symmetry"]] == [0]
-    assert "z is not linear: gau" in mixed.text[-1]
+    assert "queries are not linear in tokens: gau" in mixed.text[-1]
     alone = measured(made(pattern=("gau",)))
     assert alone.values == {"symmetry": []} and not alone.tables
     universal = measured(made(depth=3, kind="universal"))

@@ -215,7 +215,7 @@ def test_the_kernel_is_for_a_device_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "x64, words", [(False, "in a jax.shard_map"), (True, "64 bit")]
+    "x64, words", [(False, "in a jax.shard_map"), (True, "jax_enable_x64 off")]
 )
 def test_a_forced_kernel_says_what_it_lacks_on_a_tpu(x64, words):
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,), abstract_device=TPU)

@@ -5,8 +5,8 @@
 
 Each channel of a key has an erase gate and each channel of a value a write gate, in the
 place of one β per head (arXiv:2605.22791). Queries, keys and values pass through a
-convolution over 4 tokens. The output gate is silu of a full projection. The paper's
-code has the sigmoid of a low-rank projection.
+convolution over 4 tokens. The output gate is silu of a full projection;
+flash-linear-attention has the sigmoid of a low-rank projection.
 
 Expected: a held-out loss of 1.749 nats/byte after 300 steps of `:tiny`.
 

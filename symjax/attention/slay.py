@@ -21,16 +21,17 @@ against 1/(C − 2x): for x ≤ 1/2 at most 27 %, 4.1 %, 0.07 % with 1, 2 and 4 
 x = 1 the kernel is 1/ε and the sum with 2 nodes is 3.0: the peak is not estimated.
 
 Source: Luna, Bouhsine & Choromanski 2026, arXiv:2602.04915: the kernel, the integral,
-its nodes, positive features and anchors. The paper multiplies each of P anchors with
-each of D exponentials for each node, R P D features. Ours are M of these products: row
-m has one node, and its anchor is the direction of row m + M/2.
+its nodes, positive features and anchors, as in the code of its authors. That code
+multiplies each of P anchors with each of D exponentials for each node, R P D features.
+Ours are M of these products: row m has one node, and its anchor is the direction of row
+m + M/2.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-NODES = 2  # as in the paper's code
+NODES = 2  # as in the code of the authors
 EPSILON = 1e-6  # of the kernel
 
 

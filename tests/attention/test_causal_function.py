@@ -301,6 +301,25 @@ def test_an_exponential_is_exact_or_nothing(largest, dtype, x64):
     assert np.nanmax(error) < 1000 * np.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("largest", [1e-20, 1e-6, 1e-3, 0.1, 3.0, 12.0])
+def test_terms_that_are_left_out_are_below_rounding(largest):
+    """Also where a row is nearly orthogonal to the rows of the large eigenvalue.
+
+    The first terms of such a row are small, and later ones are not.
+    """
+    query, value = single(*inputs())
+    query[:, :, :, 0] *= 0.05
+    query[:, -1] = 0
+    query[:, -1, :, 0] = 1e-3
+    scale = largest / np.linalg.norm(query, 2, axis=(1, 3)).max() ** 2
+    wide = [x.astype(np.float64) for x in (query, value)]
+    for kind in ("exp", "expm1"):
+        wanted = oracles.causal_matrix_function(*wide, KINDS[kind][1], scale)
+        found = matrix_function_causal(query, value, kind, scale=scale)
+        scales = np.abs(wanted).max(axis=-1, keepdims=True)
+        assert (np.abs(found - wanted) <= 100 * np.finfo(np.float32).eps * scales).all()
+
+
 def test_a_resolvent_beyond_its_pole_is_not_a_number():
     query, value = single(*inputs())
     scale = 1 / np.linalg.norm(query, 2, axis=(1, 3)).min() ** 2

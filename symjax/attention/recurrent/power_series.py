@@ -137,7 +137,10 @@ class PowerSeries:
             norms = self._squared_norms(state, prepared, key[..., :-1])
             scores = over(key[..., :-1], norms[..., None])
             return 0, jnp.concatenate([scores, key[..., -1:]], axis=-1)
-        return 1 if self.name == "exp" else 0, _exponential(times_matrix, key)
+        trace = jnp.trace(state.moments, axis1=-2, axis2=-1)
+        trace = prepared.scale * (trace + (key**2).sum(axis=(-1, -2))).max()
+        series = _exponential(times_matrix, key, trace)
+        return 1 if self.name == "exp" else 0, series
 
     def _squared_norms(
         self,
@@ -191,19 +194,34 @@ def _horner(
     return total
 
 
-def _exponential(times_matrix: Callable[[Array], Array], query: Array) -> Array:
+def _exponential(
+    times_matrix: Callable[[Array], Array], query: Array, trace: Float[Array, ""]
+) -> Array:
     """Return (1 + A/2! + A²/3! + …) q, and NaN where it has not converged.
 
-    No terms cancel, since A has no negative eigenvalue.
+    No terms cancel, since A has no negative eigenvalue. So the sum is at least as long
+    as q, and a term is left out if traceᵏ/(k+1)! is below its rounding.
+
+    Args:
+        trace: a number that no trace of a matrix A exceeds, so no eigenvalue either.
     """
 
-    def add(carry: tuple[Array, Array], number: Array) -> tuple[tuple, None]:
+    def add(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:
         total, term = carry
         term = times_matrix(term) / number
-        return (total + term, term), None
+        return total + term, term
+
+    @jax.checkpoint
+    def add_if_needed(carry: tuple, inputs: tuple) -> tuple[tuple, None]:
+        number, needed = inputs
+        return jax.lax.cond(needed, add, lambda x, _: x, carry, number), None
 
     numbers = jnp.arange(2, TERMS + 1, dtype=query.dtype)
-    (total, term), _ = jax.lax.scan(jax.checkpoint(add), (query, query), numbers)
+    epsilon = jnp.finfo(query.dtype).eps
+    bounds = jnp.cumprod(jax.lax.stop_gradient(trace) / numbers)
+    needed = ~(bounds <= epsilon / 4)  # also if the trace is NaN
+    inputs = numbers, needed
+    (total, term), _ = jax.lax.scan(add_if_needed, (query, query), inputs)
     size, rest = (jnp.abs(jax.lax.stop_gradient(x)).max(-1) for x in (total, term))
-    converged = rest <= 4 * jnp.finfo(query.dtype).eps * size
+    converged = (rest <= 4 * epsilon * size) | ~needed[-1]
     return jnp.where(converged[..., None], total, jnp.nan)

@@ -66,6 +66,8 @@ MODELS = {
     "mesa": "mechanism=mesa",
     # Linear time.
     "linear": "mechanism=linear",
+    # A norm per head instead of the denominator, as in TransNormer.
+    "linear_norm": "mechanism=decay decay=none",
     "linear_differential": "mechanism=linear differential=v1",
     "linear_convolution": "mechanism=linear short_convolution=4",
     "performer": "mechanism=performer feature_count=64",
@@ -139,7 +141,7 @@ LAWS = "softmax log_n learned_log_n distance fox entmax adaptive_entmax"
 QUESTIONS = {
     "symmetry": {
         "text": Part(f"{REPAIRS} kv qkv", "symmetry,self_share"),
-        "mqar": Part(REPAIRS, "mqar"),
+        "mqar": Part(f"{REPAIRS} differential", "mqar"),
         "sort": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "digits": Part("softmax symmetric pairwise differential_symmetric kv qkv"),
@@ -168,12 +170,12 @@ QUESTIONS = {
     },
     "linear": {
         "text": Part(
-            "softmax linear linear_differential linear_convolution performer decay "
-            "gated delta delta_convolution mesa",
+            "softmax linear linear_norm linear_differential linear_convolution "
+            "performer decay gated delta delta_convolution mesa",
             "dilution,gradients",
         ),
         "mqar": Part(
-            "softmax linear linear_convolution performer decay gated delta "
+            "softmax linear linear_norm linear_convolution performer decay gated delta "
             "delta_convolution mesa linear_1_softmax_1",
             "mqar",
         ),

@@ -27,7 +27,8 @@ from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs import compare
 
 # Model → keys that it changes in a task. Keys that do not begin with "model." or
-# "optimizer." are keys of model.attention.
+# "optimizer." are keys of model.attention. Tables of docs/results.md have these names
+# beside a description, and figures have them alone.
 MODELS = {
     "softmax": "",
     # Keys, queries and values that share projections, and repairs of K = Q.

@@ -187,11 +187,12 @@ def delta_causal(
     There is no scale and no denominator, and no ε is added. The state is stable with
     keys of length 1 and β in [0, 2]. β = 1 replaces the value that the state holds at a
     key, β > 1 reflects it. With erase gates that differ between tokens the state may
-    grow: there are two tokens of 3 channels which, by turns and with β = 1, multiply a
-    part of the state by 1.25 each time they come. Query head n uses key head
-    n // (N/K), its β, its erase gates and its decay. Sums run in float32 at least. Time
-    O(T (H V + chunk_size (H + V))), and one triangular solve per chunk. The backward
-    pass saves one state per chunk, or one for all chunks that run in parallel.
+    grow: with β = 1 a token k = (2, 1)/√5, b = (0, 1) and a token k = (1, 2)/√5,
+    b = (1, 0), read by turns, multiply a part of the state by 1.25 per pair. Query head
+    n uses key head n // (N/K), its β, its erase gates and its decay. Sums run in
+    float32 at least. Time O(T (H V + chunk_size (H + V))), and one triangular solve per
+    chunk. The backward pass saves the state before each chunk. A single GPU runs groups
+    of chunks in parallel, and saves the state before each group.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves 128 numbers per token and query head, and a state every 128 tokens; on a

@@ -90,15 +90,15 @@ def differential(
     the layer.
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
-    noise map A₂, and each has its signal map A₁ and its λ.
+    noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):
 
-    - query is [B T N + N/r H]: N signal heads, and N/r noise heads. Each group of r
-      signal heads is followed by its noise head.
-    - key is [B S K + m H]: K signal keys, one for each value head, and m = min(K, N/r)
-      noise keys. Each group of K/m signal keys is followed by its noise key.
+        array   heads      order                                 N = 8, r = 4, K = 4
+        query   N + N/r    r signal queries, their noise query   s s s s n s s s s n
+        key     K + m      K/m signal keys, their noise key      s s n s s n
+        value   K          one for each signal key
+        output  N          one for each signal query
 
-    If K ≤ N/r, m is K, so the keys are [B S 2K H] as with r = 1. If K = N, each query
-    head has its own key.
+    With K ≤ N/r, m is K: signal and noise keys take turns, as with r = 1.
 
     In row blocks a score mechanism subtracts the two maps block by block, and
     multiplies the difference by the values once. It computes each noise map once. It
@@ -116,8 +116,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has one head per noise head [N/r],
             or one for all; alibi and sink have one number per noise head. log_decay
-            and beta have one number per token and head of `key`. Mechanisms without
-            scores take them only if key has 2K heads.
+            and beta have one number per token and head of `key`; mechanisms without
+            scores take log_decay and beta only if K ≤ N/r, so that key has 2K heads.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -150,8 +150,9 @@ def differential_v2(
     """Return a[2n] − λ[n]·a[2n+1], where a are the outputs for 2N query heads.
 
     Both query heads of a pair use the same keys and values, and every token has its own
-    λ. No norm and no factor follow. Cost and execution are as in `differential`, except
-    that a recurrence has one state per key head for both branches.
+    λ. V2 adds no norm and no factor 1 − λ_init. Cost and execution are as in
+    `differential`, except that a recurrence has one state per key head for both
+    branches.
 
     Args:
         lam: λ of each token and head, after a sigmoid, in (0, 1).

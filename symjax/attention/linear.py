@@ -48,7 +48,8 @@ def linear(
 
     Query head n uses key head n // (N/K). Time O((T + S) M V); no [T S] array is
     formed. Sums run in float32 at least. No ε is added to a denominator: a row that
-    sees no key, or whose denominator is only rounding error, is zero.
+    sees no key is zero. So is one whose denominator is only rounding error, except with
+    "squared" and "taylor".
 
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
@@ -56,19 +57,19 @@ def linear(
     and down to 1e-17 with "relu2" and "squared". Errors of these two are up to 1e-2 at
     1e-18, and up to the size of the values at 1e-19.
 
-    Rounding of "squared" and "taylor". If there are few keys, and inside the chunks of
-    `linear_causal`, weights are computed from q·k. Sums over more keys, and states, add
-    up features that cancel. With ε = 2⁻²³ the error of a row's sums is then about
-    ε|q|²Σ|k|² ("squared"), and the error of the output is ε|q|²Σ|k|² / Σ(q·k)² times
-    the spread of the values. That is 1e-5 for most rows of head size 64, and more for
-    rows that read two or three keys from a state, all nearly orthogonal to the query.
+    Rounding of "squared" and "taylor". Few keys, and the keys of a chunk in
+    `linear_causal`, have weights computed from q·k, as (q·k)². Other keys are read from
+    a state: its features change sign, and so their sums lose digits. For "squared" the
+    error of the output is ε|q|²Σ|k|² / Σ(q·k)² times the spread of the values, with
+    ε = 2⁻²³: about 1e-5 with head size 64, and more if all keys of the state are nearly
+    orthogonal to the query.
 
-    - A row whose sum is only rounding error gets the mean of the values that it read,
-      weighted by |k|² ("taylor": the plain mean), without a gradient for the weights.
-    - A row that read one key gets its value.
-    - The error of the gradient of a query is up to 2|k|/|q·k| times the error of the
-      output. For 150 equal keys with a cosine of 1e-3 to the query, and values from
-      N(0, 1), the error of the output is 2e-3; the gradient is 0.1 instead of 0.
+    - A row whose denominator is only rounding error gets the mean of the values of the
+      state, weighted by |k|² ("taylor": the plain mean), and its weights no gradient.
+    - A row that reads a single key gets the value of this key.
+    - The error of the gradient of a query is up to 2|k|/|q·k| times that of the output.
+      For 150 equal keys with a cosine of 1e-3 to the query, and values from N(0, 1),
+      the error of the output is 2e-3, and the gradient is 0.1 instead of 0.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.

@@ -101,12 +101,14 @@ def _estimating(
 ) -> Features:
     """Return the feature map of exp(q·k), from features of w·x', where x' = x √scale.
 
-    Features of a key are multiplied by exp(sign |x'|²/2). The same factor of a query
+    Features of a key are multiplied by exp(sign |k'|²/2). The same factor of a query
     would cancel in the ratio of its row.
 
     Args:
         features: w·x' → features.
-        sign: −1, or +1 for features whose products average to exp(−|q' − k'|²/2).
+        sign: −1 if products of features average to exp(|q' + k'|²/2), which is
+            exp(q'·k' + |q'|²/2 + |k'|²/2); +1 if they average to exp(−|q' − k'|²/2),
+            which is exp(q'·k' − |q'|²/2 − |k'|²/2).
         exponential: see `Features`.
     """
 

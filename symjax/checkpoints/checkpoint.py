@@ -103,9 +103,9 @@ class Checkpoints:
         the error first, a run of one process prints it and continues, and a run of
         several processes raises it.
 
-        The later steps that the last `restore` passed over are deleted. They are
-        damaged, or an earlier step was asked for. A step with the number `step` is
-        deleted at once, the others when this save is complete.
+        If the last `restore` did not restore the newest checkpoint, the checkpoints
+        after the restored one are deleted, since the run continues from that one: the
+        checkpoint with the number `step` at once, the others after this save.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
@@ -235,9 +235,9 @@ class Checkpoints:
     def _candidates(self, step: int | None, best: bool) -> list[int]:
         """Return the steps in the order in which to try them until one is whole.
 
-        The newest comes first, or with `best` the one with the least loss. Steps whose
-        loss cannot be read are tried before it, so that they are reported as damaged:
-        one of them may have been the best.
+        Without `best` the newest comes first. With `best` the steps whose loss cannot
+        be read come first, so that they are reported as damaged, since one of them may
+        have been the best. The step with the least loss follows.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")

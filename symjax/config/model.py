@@ -56,7 +56,7 @@ class Model(Keys):
     kind: str = key(
         "decoder",
         "decoder: depth causal blocks; universal: one causal block applied depth times "
-        "with halting; encoder: depth blocks in which every token sees all others",
+        "with halting; encoder: depth blocks in which a token also sees later ones",
         ("decoder", "universal", "encoder"),
     )
     vocabulary: int = key(

@@ -170,9 +170,9 @@ def training_windows(
     The text is cut into windows of length + 1 tokens, which begin `length` tokens
     apart. An epoch shows every window once, in a pseudo-random order. Each epoch has
     another order and another shift of the cuts. So every token is a target once per
-    epoch, except up to two windows at the ends of the text, and the first tokens of
-    separate documents without a shared separator. A batch may begin in one epoch and
-    end in the next.
+    epoch, with two exceptions: up to two windows of tokens at the ends of the text; and
+    the first token of each document, if documents are separate and share no separator.
+    A batch may begin in one epoch and end in the next.
 
     Time O(rows · length) for any row numbers.
 

@@ -22,12 +22,8 @@ weights of a model and matches them all: a weight that no rule matches is an err
 
 Choices that differ by layer. `config.mechanism_of` reads the mechanism of a layer from
 model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
-gives all layers of one mechanism the same options. Options that differ, such as a
-window in every second layer of softmax, need these changes: a key in `symjax.config`;
-its name in `keys` of `parts.scores.SCORES`; `mechanism_options` in `validate.py`; the
-attribute `period` in `symjax.models.transformer` (model.scan_layers needs blocks that
-repeat after `period` blocks); `CHANGING` in `symjax.models.convert`; and the FLOPs in
-`symjax.models.cost`, which assume that layers of one mechanism cost the same.
+gives all layers of one mechanism the same options. docs/mechanism.md, section 6, lists
+the changes that make options differ by layer, such as a window in every second layer.
 """
 
 from typing import Any
@@ -67,7 +63,7 @@ def rules() -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `rules()` for `symjax.layers.RULES`."""
+    """Return `rules()` for `RULES`, a former name that users' code may still use."""
     if name == "RULES":
         return rules()
     raise AttributeError(f"module 'symjax.layers' has no attribute {name!r}")

@@ -67,7 +67,8 @@ class Lambda(nnx.Param):
 class Attention(nnx.Module):
     """Self-attention with any mechanism, kind of key and combination of maps.
 
-    It is causal in decoders. In an encoder a token sees all tokens that exist.
+    It is causal in decoders. In an encoder a token sees all tokens that exist, or with
+    model.attention.window the near ones on both sides.
 
     With differential V1, each head has two branches of size width/(2N), or
     model.head_size, and values of twice that size; its output passes an RMSNorm and is

@@ -41,7 +41,8 @@ class Mixer:
         differential: combination of the maps of two branches: none, v1 or v2.
         signals: number of heads that share a noise map; 1 unless differential is v1.
         alibi: True adds the bias of ALiBi to the scores; it falls with distance.
-        shared: keys are made from the values, so that a cache holds values alone.
+        shared: keys are made from the values, so that a cache holds values alone
+            (model.attention.symmetric kv or qkv). It does not mean heads that share.
         dtype: dtype of cached keys and values.
     """
 

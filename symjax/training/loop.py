@@ -3,7 +3,8 @@
 `run` takes signals and locks the workdir. `train` then does everything in order:
 configuration, data, program, state, and the loop over steps. After a step the loop
 reports the metrics of the step before (`report`), evaluates (`heldout.evaluate`) and
-saves (`save_checkpoint`) when they are due.
+saves (`save_checkpoint`) when they are due. The argument `run` of these functions is a
+`Run`: the options, the program, the open files and the clock of a run.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
         ValueError: bad input; the message is one line. The workdir is unchanged, unless
             the data can no longer be read after the first step.
         FloatingPointError: the loss or its gradient is not finite, or the gradient is
-            a spike.
+            a spike, and the step may not be skipped (see `report`); or the held-out
+            loss is not finite when a checkpoint is due.
         Interrupted: a signal came; if steps were made, the last one has been saved.
     """
     compile.use_compile_cache()
@@ -188,8 +190,9 @@ def train(
         if rows is None:
             stop_waiting(run, state, pending, interrupts)
         with jax.set_mesh(program.mesh):
-            step = transfer_step if done <= options.transfer.steps else train_step
-            state, values = step(state, constants, *rows, key)
+            in_transfer = done <= options.transfer.steps
+            compiled = transfer_step if in_transfer else train_step
+            state, values = compiled(state, constants, *rows, key)
         clock.step()
         profile.after(done, values)
         # The metrics of a step are read while the next one runs.
@@ -233,10 +236,13 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
     They are written to metrics.jsonl when log.every is due, and after a harmful step.
 
     Raises:
-        FloatingPointError: loss or gradient are not finite, or the gradient is a spike,
-            and one of these holds: the step was not skipped; `optimizer.nonfinite` is
-            "stop"; `MOST_SKIPPED` steps in a row were skipped, so that the weights
-            themselves must be the cause.
+        FloatingPointError: the step is harmful (its loss or gradient is not finite, or
+            its gradient is a spike) and the run must end:
+
+            - the optimizer did not skip the step,
+            - or `optimizer.nonfinite` is "stop",
+            - or it is the last of `MOST_SKIPPED` skipped steps in a row, so that the
+              weights themselves must be the cause.
     """
     values = {name: float(x) for name, x in metrics.items() if name != LAYER_NORMS}
     skipped = run.skips.last_skipped(values["skipped_steps"])

@@ -24,7 +24,7 @@ from symjax.models.build import Model
 
 # Most logits that are computed at once: 256 MiB in float32. Every part reads and writes
 # the gradient of the output layer, so GPUs, which have the memory, take larger parts.
-LARGEST = 2**26
+MOST_LOGITS = 2**26
 ON_GPU = 2**28
 # A sum of exponentials between 1/SAFE_SUM and SAFE_SUM needs no shift. It does not
 # overflow. Exponentials of logits below −87, which underflow in float32, make up less
@@ -63,9 +63,9 @@ def token_losses(
 ) -> Losses:
     """Return the losses of hidden states, for evaluation.
 
-    If the logits are more than `LARGEST`, each device gathers the output layer once and
-    computes its own tokens in parts. A gradient of this function would keep all logits:
-    use `objective` for training.
+    If there are more than `MOST_LOGITS` logits, each device gathers the output layer
+    once and computes its own tokens in parts. A gradient of this function would keep
+    all logits: use `objective` for training.
     """
     logits, weights = transformer.output_layer(model)
 
@@ -77,7 +77,7 @@ def token_losses(
         by_part = jax.lax.map(part, (split(hidden), split(targets)))
         return tuple(jnp.swapaxes(x, 0, 1).reshape(targets.shape) for x in by_part)
 
-    if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
+    if jax.eval_shape(logits, weights, hidden).size <= MOST_LOGITS:
         return losses(logits(weights, hidden), targets)
     return Losses(*_per_device(local, 3, weights, hidden, targets))
 
@@ -103,9 +103,9 @@ def objective(
 ) -> Objective:
     """Return the mean loss over targets, for training.
 
-    If the logits are more than `LARGEST`, they are computed in parts. The gradient is
-    then computed together with the losses, with three products with the output layer in
-    all, and forward-mode differentiation is not possible.
+    If there are more than `MOST_LOGITS` logits, they are computed in parts. The
+    gradient is then computed together with the losses, with three products with the
+    output layer in all, and forward-mode differentiation is not possible.
 
     Args:
         z_loss: weight of the squared normalisers.
@@ -124,7 +124,7 @@ def objective(
             minimised += z_loss * (squares / count).sum()
         return Objective(minimised, jax.lax.stop_gradient(mean))
 
-    if jax.eval_shape(logits, weights, hidden).size <= LARGEST:
+    if jax.eval_shape(logits, weights, hidden).size <= MOST_LOGITS:
         found = losses(logits(weights, hidden), targets)
         return means(found.loss, found.normaliser, count)
 
@@ -243,14 +243,14 @@ def _per_device(
 def _splitter(logits: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
     """Return a function that splits tokens: [B T …] → [parts B T/parts …].
 
-    Parts are equally long and as few as possible, with at most `LARGEST` logits each
-    (`ON_GPU` on a GPU). If one token of each row has more logits than that, each part
-    has one token of each row.
+    Parts are equally long and as few as possible, with at most `MOST_LOGITS` logits
+    each (`ON_GPU` on a GPU). If one token of each row has more logits than that, each
+    part has one token of each row.
 
     Args:
         logits: abstract logits of all tokens.
     """
-    length, most = logits.shape[1], ON_GPU if backend() == "gpu" else LARGEST
+    length, most = logits.shape[1], ON_GPU if backend() == "gpu" else MOST_LOGITS
     counts = (n for n in range(1, length) if length % n == 0)
     count = next((n for n in counts if logits.size <= most * n), length)
 

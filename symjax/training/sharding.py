@@ -1,6 +1,7 @@
 """Meshes of devices, and the sharding of weights, optimizer states and batches.
 
-A table of rules gives the mesh axes of a weight by its path.
+Rules give the mesh axes of a weight by its path: `BEFORE_LAYERS`, then those of
+`symjax.layers`, then `AFTER_LAYERS`.
 """
 
 import math
@@ -18,7 +19,7 @@ from symjax.layers import rules as rules_of_layers
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
 ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
-LARGEST = 4096  # most devices that a process can simulate
+MOST_DEVICES = 4096  # that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. * matches any text,
 # including slashes, such as the index of a layer. The rules of `symjax.layers` come
@@ -50,13 +51,15 @@ def simulate(options: config.Mesh) -> bool:
         True if devices are simulated. Arrays and compiled functions that were made
         before the call can then no longer be used.
     Raises:
-        ValueError: the mesh has more than `LARGEST` devices.
+        ValueError: the mesh has more than `MOST_DEVICES` devices.
     """
     needed = math.prod([size for axis in AXES if (size := getattr(options, axis)) > 0])
     if needed <= jax.device_count():
         return False
-    if needed > LARGEST:
-        raise ValueError(f"a mesh of {needed} devices: at most {LARGEST} are simulated")
+    if needed > MOST_DEVICES:
+        raise ValueError(
+            f"a mesh of {needed} devices: at most {MOST_DEVICES} are simulated"
+        )
     clear_backends()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", needed)

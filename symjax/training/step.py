@@ -53,8 +53,9 @@ class Program(NamedTuple):
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
-        Σ w·right), where w are the weights, and right is 1 where the target has the
-        highest logit; a key turns dropout on, None turns it off
+        Σ w·right), sums over the targets of a batch: w are the `weights` of their
+        losses, and right is 1 where the target has the highest logit; a key turns
+        dropout on, None turns it off
 
     Attributes:
         state, constants: abstract arrays with shardings.
@@ -181,7 +182,11 @@ class Steps(NamedTuple):
         return State(state.step + 1, *map(self.stacks.split, stacked)), metrics
 
     def evaluate(self, params, constants, inputs, targets, weights, key):
-        """Return (Σ w·loss, Σ w, Σ w·right) over the tokens of a batch."""
+        """Return (Σ w·loss, Σ w, Σ w·right) over the targets of a batch.
+
+        Args:
+            weights: w, the weight of each target's loss.
+        """
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
         losses = token_losses(model, hidden, targets)

@@ -45,7 +45,7 @@ def gradients(model, hidden, targets, z_loss=0.1):
 def test_parts_have_the_losses_and_gradients_of_the_whole(monkeypatch, tied, largest):
     given = example(dataclasses.replace(MODEL, tie_embeddings=tied))
     wanted = gradients(*given)
-    monkeypatch.setattr(loss, "LARGEST", largest)
+    monkeypatch.setattr(loss, "MOST_LOGITS", largest)
     found = gradients(*given)
     assert (wanted[1].right == found[1].right).all()
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
@@ -78,7 +78,7 @@ def test_they_are_those_of_the_definition():
 @pytest.mark.parametrize("largest", (100, 2**26), ids=("parts", "whole"))
 def test_means_have_the_gradient_of_the_definition(monkeypatch, largest):
     """∂/∂hidden of Σ (loss + z · normaliser²) / count, written out."""
-    monkeypatch.setattr(loss, "LARGEST", largest)
+    monkeypatch.setattr(loss, "MOST_LOGITS", largest)
     model, hidden, targets = example()
     z = 0.1
     means, _, (_, found) = gradients(model, hidden, targets, z)
@@ -102,7 +102,7 @@ def test_losses_of_large_logits_keep_their_digits(monkeypatch, largest, middle):
     Logits are exact, and some tokens are certain: exp overflows or underflows for all
     tokens of a part, or for some.
     """
-    monkeypatch.setattr(loss, "LARGEST", largest)
+    monkeypatch.setattr(loss, "MOST_LOGITS", largest)
     model, hidden, targets = example()
     kernel, bias = model.head.kernel, model.head.bias
     kernel[...] = jnp.round(100 * kernel[...]) / 8
@@ -123,7 +123,7 @@ def test_parts_in_a_program_with_float64(monkeypatch, x64):
     """The model computes in float32 there, too."""
     given = example()
     wanted = gradients(*given)
-    monkeypatch.setattr(loss, "LARGEST", 100)
+    monkeypatch.setattr(loss, "MOST_LOGITS", 100)
     found = gradients(*given)
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert x.dtype == y.dtype
@@ -131,7 +131,7 @@ def test_parts_in_a_program_with_float64(monkeypatch, x64):
 
 
 def test_weights_are_rounded_once_for_all_parts(monkeypatch):
-    monkeypatch.setattr(loss, "LARGEST", 100)
+    monkeypatch.setattr(loss, "MOST_LOGITS", 100)
     model, hidden, targets = example(dataclasses.replace(MODEL, dtype="bfloat16"))
     graph, weights = nnx.split(model)
 
@@ -147,7 +147,7 @@ def test_weights_are_rounded_once_for_all_parts(monkeypatch):
 
 
 def test_without_targets_there_is_no_loss_and_no_gradient(monkeypatch):
-    monkeypatch.setattr(loss, "LARGEST", 100)
+    monkeypatch.setattr(loss, "MOST_LOGITS", 100)
     model, hidden, targets = example()
     means, _, found = gradients(model, 100 * hidden, jnp.full_like(targets, -1))
     assert means == (0, 0)
@@ -162,7 +162,7 @@ def test_without_targets_there_is_no_loss_and_no_gradient(monkeypatch):
 def test_parts_on_a_mesh_are_those_of_one_device(monkeypatch, axes):
     given = example()
     wanted = gradients(*given)
-    monkeypatch.setattr(loss, "LARGEST", 100)
+    monkeypatch.setattr(loss, "MOST_LOGITS", 100)
     mesh = sharding.make_mesh(config.Mesh(**{"data": 1} | axes), jax.devices()[:4])
     with jax.set_mesh(mesh):
         found = gradients(*given)
@@ -189,5 +189,5 @@ def test_no_array_holds_the_logits_of_all_tokens(monkeypatch):
         return program.compile().memory_analysis().temp_size_in_bytes
 
     assert working() > size
-    monkeypatch.setattr(loss, "LARGEST", vocabulary * 8)
+    monkeypatch.setattr(loss, "MOST_LOGITS", vocabulary * 8)
     assert working() < size / 2

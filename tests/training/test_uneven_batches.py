@@ -127,16 +127,16 @@ SPLITS = (
 @pytest.mark.parametrize(
     ("model", "largest", "splits"),
     [
-        (MODEL, loss.LARGEST, SPLITS),
+        (MODEL, loss.MOST_LOGITS, SPLITS),
         (MODEL, 2 * VOCABULARY, SPLITS[1:5:2]),
-        (UNIVERSAL, loss.LARGEST, ((ONE, 4), (config.Mesh(data=2, fsdp=2), 2))),
+        (UNIVERSAL, loss.MOST_LOGITS, ((ONE, 4), (config.Mesh(data=2, fsdp=2), 2))),
     ],
     ids=("whole", "chunks", "ponder"),
 )
 def test_any_split_of_a_batch_gives_one_gradient(
     model, largest, splits, float64, monkeypatch
 ):
-    monkeypatch.setattr(loss, "LARGEST", largest)
+    monkeypatch.setattr(loss, "MOST_LOGITS", largest)
     for mesh, accumulate in splits:
         *found, program, params = stepped(model, mesh, accumulate, UNEVEN)
         assert_same(found, defined(program, params, UNEVEN))

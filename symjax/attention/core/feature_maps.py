@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# A row has underflowed if its denominator is below this, although it sees a key. The
-# denominator is divided by exp(shift). The shift is the largest exponent of the row
-# over all keys of the chunk. 1e-20 is e⁻⁴⁶.
+# A row has underflowed if it sees a key, but the sum of the sizes of the terms of its
+# denominator is below this. The terms are divided by exp(shift), where the shift is the
+# largest exponent of a product of the query's features with those of a key that the
+# state has read or that is in the chunk. 1e-20 is e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
 
@@ -80,17 +81,20 @@ class Features(NamedTuple):
             this function computes the weight from their sources. The divisor is the
             number by which `Normalised.prepare` has divided φ(q). None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: H → how many of the first key features are never negative. A
-            state is read around the mean of its values; this mean weights each value
-            by the sum of these features of its key. Only for maps whose features change
-            sign although no pair has a negative weight; None for other maps.
+        nonnegative: H → n, the number of leading features of a key that are never
+            negative: the H squares of "squared", or the first feature of "taylor" and
+            cosine, which is 1. `recurrent.cancellation` reads a state relative to the
+            mean of its values, weighted by the sums of these features. Only for maps
+            whose features change sign although no pair has a negative weight; None for
+            other maps.
         centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
             are the same and cancel less. Only bidirectional attention can use them,
             since it knows all keys. The first feature of a key is 1, so that its sum
             is the number of keys.
-        bounded: whether no feature exceeds 1 and no pair has a negative weight. The
-            rounding error of the mean weight of a row then has a known bound. So
-            kernels may sum such features, and set a row to 0 below that bound.
+        bounded: whether no |feature| exceeds 1 and no pair has a negative weight, as in
+            cosine. The rounding error of a sum of products then has a known bound. So
+            GPU kernels may compute it, and set a row to 0 if the mean of its weights is
+            below the bound.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows

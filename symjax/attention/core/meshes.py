@@ -42,10 +42,10 @@ def vary_alike(tree: Any) -> Any:
 def batched_alike(tree: Any) -> Any:
     """Return the same values, such that `jax.vmap` batches all arrays or none.
 
-    Results of `jax.custom_vjp` need this. Under `vmap`, jax 0.10 and 0.11 confuse
-    batched with unbatched results: they add up the cotangent of an unbatched result
-    once per example. So each array is made to depend on all of them, by a `jnp.where`
-    whose condition is never True. XLA removes the operations that this adds.
+    Results of `jax.custom_vjp` need this under `vmap`. If some results are batched and
+    one is not, jax 0.10 and 0.11 count the cotangent of that one B times, with B
+    examples. So each array is made to depend on all of them, by a `jnp.where` whose
+    condition is never True. XLA removes the operations that this adds.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):

@@ -1,35 +1,38 @@
-"""Dispatch of calls to kernels: the only place that decides whether a kernel runs.
+"""Dispatch: the choice of a kernel for a call, or of its fallback in XLA.
 
-A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. A call
-of a score mechanism has the family "softmax"; a call of a recurrence has the family
-that the recurrence's attribute `kernel` names. The first kernel of the family that
-passes all of these tests computes the call:
+A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. Calls
+of softmax have the family "softmax"; other score mechanisms have no kernel. A call of a
+recurrence has the family that the recurrence's attribute `kernel` names. The first
+kernel of the family that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
 2. XLA does not split the arrays over devices, since it cannot split a kernel: the
    machine has one device, or the call is inside `jax.shard_map`. Layers under a mesh
    call mechanisms inside `jax.shard_map`.
-3. Softmax only: the call has at least 128 query rows, and the mechanism has the kernel
-   among its implementations.
-4. The kernel supports the arguments: its `refusal` returns None. Kernels of recurrences
-   refuse fewer than 128 tokens, for instance.
+3. The call has at least 128 query rows.
+4. The kernel supports the arguments: its `refusal` returns None.
 
-If no kernel passes, XLA computes the call by its fallback. Softmax, for instance, runs
+If no kernel passes, XLA computes the call by its fallback:
 
-- on a CPU by blocks of rows in XLA (`scores.rows`), since no kernel is for a CPU;
-- on a TPU by `tpu.attention.TpuSoftmax`;
-- on an H100 by the first of `gpu.differential.GpuDifferential` (differential attention
-  V1 with keys of 64 and values of 128) and `gpu.cudnn.CudnnSoftmax` that does not
-  refuse; both refuse float32, for instance.
+- a score mechanism by `scores.windows` if the window is bounded on both sides, and by
+  `scores.rows` otherwise;
+- a recurrence by the chunks of `recurrent.engine`.
 
-The fallback of a score mechanism is `scores.windows` if the window is bounded on both
-sides, and `scores.rows` otherwise. `scores.ring` runs without dispatch, where the call
-names it.
+So causal softmax of 4,096 tokens in bfloat16, without a window, runs
+
+- on a CPU in `scores.rows`, since no kernel is for a CPU;
+- on a TPU in `tpu.attention.TpuSoftmax`;
+- on an H100 in `gpu.cudnn.CudnnSoftmax`. Differential attention V1 with keys of 64 and
+  values of 128 runs there in `gpu.differential.GpuDifferential`.
+
+Some calls do not come here. `implementation=` of a score mechanism names "rows",
+"whole" or "ring". `recurrent.engine` runs calls that take or return a state, or whose
+time is split over devices, and `recurrent.bidirectional` those of encoders.
 
 If one program is lowered for several platforms, the kernel computes the call on its own
-platform and the fallback on the others. `implementation=` of softmax names a kernel.
-Then `run_named` skips tests 1 to 3, and raises where test 4 fails.
+platform and the fallback on the others. `implementation=` of softmax may also name a
+kernel. Then `run_named` skips tests 1 to 3, and raises where test 4 fails.
 
 A module of a kernel is imported when a call first uses it. A machine without
 accelerators imports one only if `implementation=` names it, or if it compiles for

@@ -16,8 +16,8 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     before = []
     for effect in effects:
         before.append(state)
-        # `merge` takes pairs, but `state` has no transition. effect[1] takes its
-        # place; any transition would do, since the merged one is not used.
+        # `merge` takes pairs (state, transition). The transition of its result is
+        # not used here, so `state` is paired with an arbitrary one, effect[1].
         state, _ = recurrence.merge((state, effect[1]), effect)
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 

@@ -33,18 +33,19 @@ from symjax.attention.core.visibility import part
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
 EXTENTS = 8  # most extents of blocks (see `_blocks`); each is compiled separately
-FEW_KEYS = 2048  # up to this number of keys there are at most two extents
+FEW_KEYS = 2048  # with so many keys or fewer, causal rows have at most two extents
 
 
 @on_any_mesh("settings", specs=rows_spec)  # outside jit, compiled once per shape
 def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
-    With `lam`, r = settings.signals signal heads and the noise head after them are the
-    branches of r heads. Head n has the weights signal[n] − lam[n]·noise[n / r].
+    With `lam`, query heads form groups: r = settings.signals signal heads, then their
+    noise head. Output head n has the weights signal[n] − lam[n]·noise[n // r].
 
-    Time O(T S (H + V)) per head, about half of it if causal. Memory O(T + S), and one
-    block. Rows that see no key are zero.
+    Time O(T S (H + V)) per head. Causal rows take 3/4 of it with up to `FEW_KEYS` keys,
+    and about 9/16 with more. Memory O(T + S) and one block of scores; O(T S) with
+    `settings.whole`. Rows that see no key are zero.
     """
     batch, _, time, _ = operands.query.shape
     if settings.whole or time == 1:
@@ -135,11 +136,12 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
     Consecutive blocks form an extent and take the same keys: those that any of their
-    rows sees. There are at most `settings.extents` extents, and at most two if there
-    are few keys and no window on both sides. Each extent loops over its blocks. Two
-    compute 3/4 of the pairs of causal attention, eight 9/16. For a TPU v5e the gradient
-    of sparsemax with 1,024 keys compiles in 12 seconds of processor time with two
-    extents, in 39 with eight.
+    rows sees. Each extent loops over its blocks. There are at most `settings.extents`
+    extents. With at most `settings.few_keys` keys there are at most two, unless a
+    window is bounded on both sides: eight extents compute 9/16 of the pairs of causal
+    attention, and two 3/4, but two compile faster. For a TPU v5e the gradient of
+    sparsemax with 1,024 keys compiles in 12 seconds of processor time with two extents,
+    and in 39 with eight.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)

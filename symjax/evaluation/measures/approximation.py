@@ -45,7 +45,7 @@ from symjax.models.build import attentions
 FEATURES = (16, 64, 256, 1024)  # numbers of rows of a projection
 KINDS = ("positive", "hyperbolic", "trigonometric", "favor++", "favor#")
 DRAWS = 64  # projections for each row of the first table
-LARGEST = 2.0  # the largest error in figures; trigonometric features reach 70
+LARGEST_ERROR = 2.0  # the largest error in figures; trigonometric features reach 70
 LONGEST = 128  # the most tokens of the window on which random features are measured
 
 Maps = Float[np.ndarray, "N T T"]
@@ -140,18 +140,19 @@ def _mean_and_error(of_draws: Float[np.ndarray, "2 D"]) -> dict[str, float]:
 def _figure(values: dict[str, Any], name: str, rows: str) -> Lines:
     """Return the curves of the error of the output, with bands of ± standard errors.
 
-    Points with an error above `LARGEST` are left out.
+    Points with an error above `LARGEST_ERROR` are left out.
     """
     points, edges = [], []
     for row in values["random"]:
         mean, error = row["output"], row["output_se"]
-        if row["rows"] == rows and mean <= LARGEST:
+        if row["rows"] == rows and mean <= LARGEST_ERROR:
             points.append((row["features"], row["count"], mean))
             edges.append((row["features"], mean - error, mean + error))
     ends = FEATURES[0], FEATURES[-1]
     points += [("uniform average", count, values["uniform"][1]) for count in ends]
     label, curves = "error of the output", series(points)
-    title = f"Features of {rows} rows against exact softmax; errors up to {LARGEST:.0f}"
+    limit = f"errors up to {LARGEST_ERROR:.0f}"
+    title = f"Features of {rows} rows against exact softmax; {limit}"
     options = {"log_x": True, "title": title, "bands": series(edges)}
     return Lines(name, "features", label, curves, **options)
 

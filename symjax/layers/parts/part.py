@@ -138,7 +138,8 @@ class Part(NamedTuple):
             keys of model.attention with the same names.
         keys: model.attention → names of the configuration keys in model.attention that
             the part reads and that are no options of the mechanism.
-        learned: values of model.attention.features that are weights of the layer.
+        learned: values of model.attention.features, such as "hedgehog", that name maps
+            with learned weights.
         feature_count: (model.attention, head size) → features of a query or key after
             the mechanism's map; by default the head size.
         flops: (mixer, model.attention, length) → operations per token without the

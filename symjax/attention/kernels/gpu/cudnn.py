@@ -12,9 +12,9 @@ attention V1 values are wider:
 
 Both need equally many FLOPs of products, and padding needs fewer exponentials. On an
 H200, 4 rows of 4096 tokens with 16 heads, key branches of 64 and values of 128 take
-4.26 ms forward and backward padded, and 5.46 ms in two calls. The kernel of
-`differential` takes 2.75 ms; cuDNN is for the calls and the GPUs that it does not
-support.
+4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential` takes
+2.75 ms there. So cuDNN computes differential attention only where `GpuDifferential`
+refuses the call.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
 With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of

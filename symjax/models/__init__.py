@@ -2,7 +2,7 @@
 
 build.py         build: config.Model → Decoder or Encoder; their arrays as nested dicts
 decoder.py       Decoder: logits of the next token, over whole rows or with a cache
-encoder.py       Encoder: every token sees all others; classes or masked tokens
+encoder.py       Encoder: tokens also see later ones; classes or masked tokens
 transformer.py   what both share: embedding, positions, blocks, output layer
 scanned.py       all blocks as one `jax.lax.scan` (model.scan_layers)
 generate.py      generate: sampled continuations of prompts

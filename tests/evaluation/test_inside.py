@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from symjax import config
-from symjax.evaluation.measures import attended, magnitudes, ranks, spread
-from symjax.evaluation.measures.reading import Layer, nan_mean, read
+from symjax.evaluation.measures import attended, magnitudes, ranks, reading, spread
+from symjax.evaluation.measures.reading import Layer, nan_mean, read, visible_by_layer
 from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options
 from symjax.models import Decoder
-from symjax.models.build import attentions
+from symjax.models.build import attentions, build
 
 TOKENS = np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9])
 TIME = len(TOKENS)
@@ -132,6 +132,36 @@ def test_softmax_of_the_scores_is_the_map_and_log_n_is_in_them():
         powers = np.where(visible, np.exp(layer.scores.astype(np.float64)), 0)
         powers /= powers.sum(axis=-1, keepdims=True)
         np.testing.assert_allclose(layer.branches, powers, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
+@pytest.mark.parametrize("hidden", [{"window": 4}, {"window": 3, "mask_self": True}])
+def test_visible_pairs_of_a_layer_are_those_with_a_weight(kind, hidden):
+    """Softmax and linear attention weigh every key that they see. The options hide keys
+    in the layer of softmax alone."""
+    sizes = {"width": 16, "depth": 2, "heads": 4, "vocabulary": 10, "length": 16}
+    options = config.Model(
+        kind=kind,
+        pattern=("softmax", "linear"),
+        attention=config.Attention(**hidden),
+        **sizes,
+    )
+    model = build(options, rngs=nnx.Rngs(0))
+    visible = visible_by_layer(model, TIME)
+    for layer, pairs in zip(read(model, TOKENS), visible, strict=True):
+        np.testing.assert_array_equal((layer.map > 0).all(axis=0), pairs)
+
+
+def test_the_uniform_map_is_that_of_the_window(monkeypatch):
+    """Row t of a decoder with a window of 4 sees min(t + 1, 4) keys."""
+    sizes = {"width": 16, "depth": 1, "heads": 4, "vocabulary": 10, "length": 16}
+    options = config.Model(attention=config.Attention(window=4), **sizes)
+    model = build(options, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(reading, "heldout_rows", lambda *_: [(TOKENS, TOKENS)])
+    run = SimpleNamespace(config=config.Config(model=options), model=lambda: model)
+    (found,) = attended.self_share(run, Options()).values["self_share"]
+    wanted = np.mean([1 / min(t + 1, 4) for t in range(1, TIME)])
+    assert found["uniform"] == pytest.approx(wanted)
 
 
 def test_what_is_read_does_not_change_the_model():

@@ -6,8 +6,9 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
-the uniform map, which gives all visible keys the same weight; the table of `noise` has
-it for the answer alone. A larger share means that the attention favours these keys.
+the uniform map, which gives the same weight to all keys that a row of the layer sees;
+the table of `noise` has it for the answer alone. A larger share means that the
+attention favours these keys.
 
     noise        shares on the answer, on the context and elsewhere: how much of the
                  attention goes to the tokens that matter
@@ -35,6 +36,7 @@ from symjax.evaluation.measures.reading import (
     mean_over_rows,
     nan_mean,
     read,
+    visible_by_layer,
 )
 from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import (
@@ -76,7 +78,8 @@ def noise(run: LoadedRun, options: Options) -> Result:
     The number `answer` is the share of a row on the keys that hold its target. The
     share of the other keys is the noise that the task is named after. Attention finds
     answers if `answer` exceeds the column "answer if uniform". In a differential layer,
-    compare A with A₁: if A has the larger `answer`, the subtraction has removed noise.
+    compare the rows A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the
+    subtraction has removed noise.
 
     In text, for row t with the next token x_{t+1}:
         answer     the keys s ≤ t with x_s = x_{t+1}; rows without such keys are left
@@ -163,14 +166,17 @@ def noise_of_needles(run: LoadedRun, options: Options) -> Result:
     Source: Ye et al. 2024, arXiv:2410.05258, table 3.
     """
     data, length, model = run.config.data, run.config.model.length, run.decoder()
-    count, visible = min(options.batches or ROWS, ROWS), np.tri(length) > 0
+    count, visible = min(options.batches or ROWS, ROWS), visible_by_layer(model, length)
     measured = []  # [depths, rows, layers, maps + 1, 3]
     for depth in progress(DEPTHS, "depths"):
         drawn = rows_with_needle_at(data, length, depth, options.seed)
         measured.append([])
         for row in zip(*(x[:count] for x in drawn), strict=True):
-            pairs = *needle_pairs(data, *row), visible
-            layers = [category_shares_of_layer(x, *pairs) for x in read(model, row[0])]
+            answer, context = needle_pairs(data, *row)
+            layers = [
+                category_shares_of_layer(layer, answer, context, pairs)
+                for layer, pairs in zip(read(model, row[0]), visible, strict=True)
+            ]
             measured[-1].append([nan_mean(x, axis=-2) for x in layers])
     layers = [np.array(x).mean(axis=0) for x in zip(*sum(measured, []), strict=True)]
     records = [record for i, x in enumerate(layers) for record in _records(i, x)]
@@ -252,7 +258,7 @@ def answer_pairs(window: Window) -> Pairs:
     """
     tokens: Any = window.tokens
     same = window.targets[:, None] == tokens[None]
-    if window.visible.all():
+    if sees_later_keys(window.visible):
         same &= ~np.eye(len(same), dtype=bool)
     return same & window.visible
 
@@ -263,7 +269,13 @@ def context_pairs(answer: Pairs, visible: Pairs, size: int = CONTEXT) -> Pairs:
     In an encoder these are the keys less than size/2 positions away on either side.
     """
     distance = distances(visible)
-    return (distance < (size // 2 if visible.all() else size)) & ~answer
+    near = size // 2 if sees_later_keys(visible) else size
+    return (distance < near) & ~answer
+
+
+def sees_later_keys(visible: Pairs) -> bool:
+    """Return whether rows see keys after them, as in an encoder."""
+    return bool(np.triu(visible, 1).any())
 
 
 def distances(visible: Pairs) -> Float[np.ndarray, "T T"]:
@@ -312,8 +324,8 @@ def dilution(run: LoadedRun, options: Options) -> Result:
     """Measure the shares of rows on their last 1, 4, 16, 64 tokens, by layer.
 
     Small shares mean that attention is spread (diluted) over distant tokens. Shares are
-    means over the rows that see at least 64 keys; of a shorter window only the last row
-    is used. In an encoder the share is that of the tokens less than 1, 4, 16, 64
+    means over the rows that see at least 64 keys; if there are none, over the rows that
+    see the most. In an encoder the share is that of the tokens less than 1, 4, 16, 64
     positions away on either side.
     """
     if run.config.model.patch:
@@ -339,7 +351,11 @@ def dilution(run: LoadedRun, options: Options) -> Result:
         )
     columns = ("layer", *(column.format(w) for w in WITHIN))
     cells = [(row["layer"], *row["within"].values()) for row in rows]
-    cells.append(("uniform", *means[0][1].tolist()))
+    uniform = [tuple(x[1].tolist()) for x in means]
+    if len(set(uniform)) == 1:
+        cells.append(("uniform", *uniform[0]))
+    else:  # windows differ
+        cells += [(f"uniform, layer {i}", *x) for i, x in enumerate(uniform)]
     text = [f"{text}, the row's own among them"]
     return Result({"dilution": rows}, text, (Table("dilution", columns, cells),))
 

@@ -49,7 +49,7 @@ from symjax.models.attention_maps import (
     operands_of,
     scores_of_branches,
 )
-from symjax.models.build import Model
+from symjax.models.build import Model, attentions
 
 PAIRED = ("scores", "products", "branches", "map")  # fields of `Layer` [... T T]
 
@@ -97,16 +97,26 @@ def by_layer(
     Args:
         layers: indices of the layers to measure; None means all.
     """
-    model, causal = run.model(), config.is_causal(run.config.model)
+    model = run.model()
     results: dict[int, list[Measured]] = {}
     for inputs, targets in progress(heldout_rows(run, options), "windows"):
         layers_read = read(model, inputs)
-        tokens = len(layers_read[0].hidden)
-        window = window_of(inputs, targets, visible_pairs(tokens, causal=causal))
+        visible = visible_by_layer(model, len(layers_read[0].hidden))
         for index, layer in enumerate(layers_read):
             if layers is None or index in layers:
+                window = window_of(inputs, targets, visible[index])
                 results.setdefault(index, []).append(measure(window, layer))
     return results
+
+
+def visible_by_layer(model: Model, count: int) -> list[Bool[np.ndarray, "T T"]]:
+    """Return, for each layer, the pairs of `count` tokens that it may use."""
+    found = []
+    for layer in attentions(model):
+        options = dict(layer.mixer.options)
+        hidden = {name: options.get(name) for name in ("window", "mask_self")}
+        found.append(visible_pairs(count, causal=layer.mixer.causal, **hidden))
+    return found
 
 
 def mean_by_layer(
@@ -144,9 +154,10 @@ def mean_by_keys(
 ) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
     """Return numbers of keys, and the mean of a measure at each number, by layer.
 
-    Row t of a decoder sees t keys, counted from 1. All rows of an encoder see the same
-    keys, so its windows are read several times: cut to their first 1, 2, 4, … tokens,
-    and whole. Images are only read whole.
+    Row t of a decoder has t keys, counted from 1, also if a window or `mask_self` hides
+    some of them. All rows of an encoder see the same keys, so its windows are read
+    several times: cut to their first 1, 2, 4, … tokens, and whole. Images are only read
+    whole.
 
     Args:
         measure: returns an array [T] with a number for each row.

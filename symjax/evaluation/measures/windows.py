@@ -29,8 +29,9 @@ class Window(NamedTuple):
         tokens: token ids; None for an image.
         targets: the token to predict at each position, negative where there is none;
             for a classifier the label.
-        visible: the pairs (query, key) that attention may use: key ≤ query in a
-            decoder, all pairs in an encoder. model.attention.window is ignored.
+        visible: the pairs (query, key) that the measured layer may use: key ≤ query in
+            a decoder, all pairs in an encoder; less what its options `window` and
+            `mask_self` hide.
     """
 
     tokens: Int[np.ndarray, "T"] | None
@@ -110,7 +111,20 @@ def window_of(inputs: Inputs, targets: np.ndarray, visible: np.ndarray) -> Windo
     return Window(inputs[exists], targets, visible)
 
 
-def visible_pairs(count: int, *, causal: bool) -> Bool[np.ndarray, "T T"]:
-    """Return the pairs (query, key) of `count` tokens that attention may use."""
-    pairs = np.ones((count, count), bool)
-    return np.tril(pairs) if causal else pairs
+def visible_pairs(
+    count: int, *, causal: bool, window: int | None = None, mask_self: bool = False
+) -> Bool[np.ndarray, "T T"]:
+    """Return the pairs (query, key) of `count` tokens that attention may use.
+
+    Args:
+        window: only keys less than `window` positions away; None or 0: all.
+        mask_self: hide the key of a query from it, unless it sees no other key.
+    """
+    positions = np.arange(count)
+    distance = positions[:, None] - positions[None]
+    pairs = distance >= 0 if causal else np.ones((count, count), bool)
+    if window:
+        pairs &= np.abs(distance) < window
+    if mask_self:
+        pairs &= (distance != 0) | (pairs.sum(axis=-1, keepdims=True) == 1)
+    return pairs

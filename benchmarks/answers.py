@@ -136,12 +136,12 @@ class Part(NamedTuple):
 
 REPAIRS = (
     "softmax symmetric pairwise mask_self key_norm position_term symmetric_fox "
-    "symmetric_gate differential_symmetric grouped_symmetric"
+    "symmetric_gate differential_symmetric"
 )
 LAWS = "softmax log_n learned_log_n distance fox entmax adaptive_entmax"
 QUESTIONS = {
     "symmetry": {
-        "text": Part(f"{REPAIRS} kv qkv", "symmetry,self_share"),
+        "text": Part(f"{REPAIRS} grouped_symmetric kv qkv", "symmetry,self_share"),
         "mqar": Part(f"{REPAIRS} differential", "mqar"),
         "sort": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),

@@ -546,7 +546,7 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
     """train.py takes the words of each model of each question."""
     import answers
 
-    from symjax.layers.validate import mechanism_options, sizes
+    from symjax.layers.validate import sizes
     from symjax.programs.commandline import parse
 
     text, workdir = write_text(tmp_path), ["--workdir", str(tmp_path / "run")]
@@ -554,10 +554,7 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
         for task, part in parts.items():
             for model in part.models.split():
                 words = answers.words_of(task, model, text)
-                options = parse([*words, *workdir]).config.model
-                assert sizes(options)
-                for depth in range(options.depth):
-                    mechanism_options(options, depth)
+                assert sizes(parse([*words, *workdir]).config.model)
                 named = any(x.startswith("--config.data.path=") for x in words)
                 assert named == ("--config.data.source=text" in words)
 

@@ -65,7 +65,7 @@ def linear(
     orthogonal to the query.
 
     - A row whose denominator is only rounding error gets the mean of the values of the
-      state, weighted by |k|² ("taylor": the plain mean), and its weights no gradient.
+      state, weighted by |k|² ("taylor": the plain mean). Its query gets no gradient.
     - A row that reads a single key gets the value of this key.
     - The error of the gradient of a query is up to 2|k|/|q·k| times that of the output.
       For 150 equal keys with a cosine of 1e-3 to the query, and values from N(0, 1),

@@ -26,9 +26,12 @@ So causal softmax of 4,096 tokens in bfloat16, without a window, runs
 - on an H100 in `gpu.cudnn.CudnnSoftmax`. Differential attention V1 with keys of 64 and
   values of 128 runs there in `gpu.differential.GpuDifferential`.
 
-Some calls do not come here. `implementation=` of a score mechanism names "rows",
-"whole" or "ring". `recurrent.engine` runs calls that take or return a state, or whose
-time is split over devices, and `recurrent.bidirectional` those of encoders.
+Three kinds of calls do not come here:
+
+- score mechanisms with `implementation=` "rows", "whole" or "ring";
+- recurrences that take or return a state, as steps of one token do, or whose time is
+  split over devices: `recurrent.engine` runs their chunks;
+- linear attention of encoders (`recurrent.bidirectional`).
 
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others. `implementation=` of softmax may also name a

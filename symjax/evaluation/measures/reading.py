@@ -114,8 +114,13 @@ def visible_by_layer(model: Model, count: int) -> list[Bool[np.ndarray, "T T"]]:
     found = []
     for layer in attentions(model):
         options = dict(layer.mixer.options)
-        hidden = {name: options.get(name) for name in ("window", "mask_self")}
-        found.append(visible_pairs(count, causal=layer.mixer.causal, **hidden))
+        pairs = visible_pairs(
+            count,
+            causal=layer.mixer.causal,
+            window=options.get("window"),
+            mask_self=options.get("mask_self", False),
+        )
+        found.append(pairs)
     return found
 
 

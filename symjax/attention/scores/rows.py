@@ -90,24 +90,29 @@ def _example_by_example(
 def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a block, for blocks of about the same size.
 
-    - Products of 192 rows are faster on a CPU than those of 128; but in a window on
-      both sides, more rows see more keys.
-    - With few keys, causal rows make at most two blocks. A program of two blocks
-      compiles in a third of the time of a program of eight. Two blocks compute 3/4 of
-      the pairs, eight 9/16.
+    Products of 192 rows are faster on a CPU than those of 128; but in a window on both
+    sides, more rows see more keys.
     """
-    time, window = operands.query.shape[2], operands.visibility.window
-    about = settings.block_rows
-    if None in window:
+    time, about = operands.query.shape[2], settings.block_rows
+    if None in operands.visibility.window:
         about = about * 3 // 2
     count = max(1, round(time / about))
-    if (
-        window != (None, None)
-        and None in window
-        and operands.key.shape[2] <= settings.few_keys
-    ):
+    if _two_suffice(settings, operands):
         count = min(count, 2)
     return -(-time // count)
+
+
+def _two_suffice(settings: ScoreSettings, operands: Operands) -> bool:
+    """Return whether rows are causal, with few keys: two blocks or extents are enough.
+
+    Two compute 3/4 of the pairs of causal attention, and eight 9/16, but two compile in
+    a third of the time. For a TPU v5e the gradient of sparsemax with 1,024 keys
+    compiles in 12 seconds of processor time with two extents, and in 39 with eight. In
+    a window on both sides eight leave out more keys.
+    """
+    window = operands.visibility.window
+    few = operands.key.shape[2] <= settings.few_keys
+    return few and None in window and window != (None, None)
 
 
 def _checkpoint(function: Callable, **options: Any) -> Callable:
@@ -137,18 +142,15 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
 
     Consecutive blocks form an extent and take the same keys: those that any of their
     rows sees. Each extent loops over its blocks. There are at most `settings.extents`
-    extents. With at most `settings.few_keys` keys there are at most two, unless a
-    window is bounded on both sides: eight extents compute 9/16 of the pairs of causal
-    attention, and two 3/4, but two compile faster. For a TPU v5e the gradient of
-    sparsemax with 1,024 keys compiles in 12 seconds of processor time with two extents,
-    and in 39 with eight.
+    extents, and at most two if these suffice.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)
     window = operands.visibility.window
     bounded = window != (None, None) and settings.offset is not None
-    few = None in window and operands.key.shape[2] <= settings.few_keys
-    extents = min(settings.extents, 2) if few else settings.extents
+    extents = settings.extents
+    if _two_suffice(settings, operands):
+        extents = min(extents, 2)
     per_extent = -(-count // extents) if bounded else count
     outputs = []
     for first in range(0, count, per_extent):

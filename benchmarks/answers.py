@@ -10,9 +10,9 @@ one seed are trained before those of the next. The comparison of a part is writt
 OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to the first
 model.
 
---text is the text of the tasks `text` and `deep`. Other words --config.KEY=VALUE apply
-to every run, for instance --config.steps=100 for a trial. Give a trial another --out,
-since train.py refuses other keys in the folder of a run.
+--text is the text of the tasks `text`, `deep` and `convert`. Other words
+--config.KEY=VALUE apply to every run, for instance --config.steps=100 for a trial. Give
+a trial another --out, since train.py refuses other keys in the folder of a run.
 """
 
 import argparse
@@ -26,9 +26,11 @@ from benchmarks.trainings import ROOT, train_together
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs import compare
 
-# Model → keys that it changes in a task. Keys that do not begin with "model." or
-# "optimizer." are keys of model.attention. Tables of docs/results.md have these names
+# Model → keys that it changes in a task. Keys without one of these beginnings are keys
+# of model.attention. init_from=MODEL starts from the weights of this model, trained on
+# the task `text` with the same seed. Tables of docs/results.md have the names of models
 # beside a description, and figures have them alone.
+BEGINNINGS = "model.", "optimizer.", "transfer.", "init_from="
 MODELS = {
     "softmax": "",
     # Keys, queries and values that share projections, and repairs of K = Q.
@@ -99,6 +101,14 @@ MODELS = {
     # Rates of the study.
     "rate_constant": "optimizer.learning_rate=3e-4 optimizer.final=1",
     "rate_falls": "optimizer.learning_rate=3e-4 optimizer.final=0.1",
+    # Conversion of trained models.
+    "more_softmax": "init_from=softmax",
+    "to_performer": "init_from=softmax mechanism=performer feature_count=64",
+    "to_t2r": "init_from=softmax mechanism=linear features=t2r",
+    "to_hedgehog": "init_from=softmax mechanism=linear features=hedgehog",
+    "to_hedgehog_by_maps": "init_from=softmax mechanism=linear features=hedgehog "
+    "transfer.match=maps transfer.steps=200",
+    "to_softmax": "init_from=performer",
 }
 
 
@@ -118,6 +128,11 @@ TEXT = "data.source=text data.tokenizer=char model.length=128 batch_size=8"
 TASKS = {
     "text": Task("gpt.py:tiny", f"{TEXT} model.depth=3 steps=600"),
     "deep": Task("gpt.py:tiny", f"{TEXT} model.depth=8 model.width=64 steps=600"),
+    "convert": Task(
+        "gpt.py:tiny",
+        f"{TEXT} model.depth=3 steps=600 optimizer.learning_rate=1e-3 "
+        "evaluate.every=100",
+    ),
     "mqar": Task("mqar.py", "steps=1000"),
     "needle": Task("needle.py", "steps=2000"),
     "sort": Task("sort.py", "steps=1000"),
@@ -184,6 +199,12 @@ QUESTIONS = {
             "softmax linear linear_1_softmax_1 linear_3_softmax_1 linear_7_softmax_1"
         ),
     },
+    "estimate": {
+        "convert": Part(
+            "more_softmax to_performer to_t2r to_hedgehog to_hedgehog_by_maps "
+            "to_softmax performer"
+        ),
+    },
     "length": {
         "text": Part(LAWS, "entropy,length"),
         "sets": Part(LAWS, "sets"),
@@ -215,7 +236,7 @@ def main(words: list[str]) -> None:
     add("--seeds", type=numbers, default="0", help="with commas (%(default)s)")
     add("--together", type=positive, default=1, help="runs at a time (%(default)s)")
     add("--out", type=Path, default=Path("runs/answers"), help="(%(default)s)")
-    add("--text", type=existing, help="the text of the tasks `text` and `deep`")
+    add("--text", type=existing, help="the text of `text`, `deep` and `convert`")
     add("--models", help="only these models, with commas")
     chosen, rest = parser.parse_known_args(words)
     question, _, only = chosen.question.partition("/")
@@ -238,12 +259,22 @@ def answer(
     if TEXT in TASKS[task].keys and chosen.text is None:
         raise ValueError(f"the task `{task}` needs --text FILE")
     seeds = chosen.seeds.split(",")
-    runs = {
-        chosen.out / task / f"{model}-seed{seed}": words_of(task, model, chosen.text)
-        + [*rest, f"--config.seed={seed}"]
-        for seed, model in itertools.product(seeds, models)
-    }
-    train_together(runs, chosen.together)
+
+    def train(task: str, models: list[str]) -> None:
+        runs = {
+            chosen.out / task / f"{model}-seed{seed}": [
+                *words_of(task, model, chosen.text, chosen.out, seed),
+                *rest,
+            ]
+            for seed, model in itertools.product(seeds, models)
+        }
+        train_together(runs, chosen.together)
+
+    started = [key for model in models for key in MODELS[model].split()]
+    started = [x.partition("=")[2] for x in started if x.startswith("init_from=")]
+    if started:
+        train("text", list(dict.fromkeys(started)))
+    train(task, models)
     # The rows have the order of the models.
     workdirs = [
         str(chosen.out / task / f"{model}-seed{seed}")
@@ -255,17 +286,19 @@ def answer(
     compare.main(given)
 
 
-def words_of(task: str, model: str, text: Path | None) -> list[str]:
-    """Return the words of train.py for a model on a task."""
-    keys = [
-        x if x.startswith(("model.", "optimizer.")) else f"model.attention.{x}"
-        for x in MODELS[model].split()
-    ]
-    keys = TASKS[task].keys.split() + keys
+def words_of(
+    task: str, model: str, text: Path | None, out: Path, seed: str
+) -> list[str]:
+    """Return the words of train.py for a model on a task, but --workdir."""
+    keys = TASKS[task].keys.split()
+    for key in MODELS[model].split():
+        if key.startswith("init_from="):
+            key = f"init_from={out}/text/{key.partition('=')[2]}-seed{seed}"
+        keys.append(key if key.startswith(BEGINNINGS) else f"model.attention.{key}")
     if TEXT in TASKS[task].keys:
         keys.append(f"data.path={text}")
     file = ROOT / "configs" / TASKS[task].config
-    return ["--config", str(file), *(f"--config.{x}" for x in keys)]
+    return ["--config", str(file), *(f"--config.{x}" for x in [*keys, f"seed={seed}"])]
 
 
 if __name__ == "__main__":

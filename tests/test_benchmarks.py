@@ -553,7 +553,7 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
     for parts in answers.QUESTIONS.values():
         for task, part in parts.items():
             for model in part.models.split():
-                words = answers.words_of(task, model, text)
+                words = answers.words_of(task, model, text, tmp_path, "7")
                 assert sizes(parse([*words, *workdir]).config.model)
                 named = any(x.startswith("--config.data.path=") for x in words)
                 assert named == ("--config.data.source=text" in words)
@@ -576,3 +576,27 @@ def test_wrong_words_of_the_answers_are_refused(words, message, capsys):
     with pytest.raises((SystemExit, ValueError)) as found:
         answers.main(words)
     assert message in capsys.readouterr().err + str(found.value)
+
+
+def test_a_conversion_first_trains_the_model_that_it_starts_from(tmp_path, monkeypatch):
+    import answers
+
+    text, trained = write_text(tmp_path), []
+    monkeypatch.setattr(
+        answers, "train_together", lambda runs, together: trained.append(runs)
+    )
+    monkeypatch.setattr(answers.compare, "main", lambda words: None)
+    words = [
+        "--models",
+        "to_hedgehog,to_softmax",
+        "--seeds",
+        "3,5",
+        "--text",
+        str(text),
+    ]
+    answers.main(["estimate", *words, "--out", str(tmp_path)])
+    first, second = trained
+    source = tmp_path / "text" / "performer-seed5"
+    assert source in first and len(first) == len(second) == 4
+    words = second[tmp_path / "convert" / "to_softmax-seed5"]
+    assert f"--config.init_from={source}" in words

@@ -523,6 +523,44 @@ def decay(query, key, value, log_decay, sums=0, *, mask=None, segment_ids=None):
     return np.stack(outputs, axis=1), sums
 
 
+def delta(
+    query,
+    key,
+    value,
+    beta,
+    log_decay=None,
+    erase=None,
+    *,
+    sums=0.0,
+    mask=None,
+    segment_ids=None,
+):
+    """Run the delta rule token by token: decay, erase, write, read.
+
+    Return outputs and the last S. Hidden tokens do nothing. S is reset to 0 where the
+    segment changes.
+    """
+    eraser = key if erase is None else erase * key
+    batch, length, heads, size = key.shape
+    rates = np.zeros((1, 1, 1)) if log_decay is None else log_decay
+    rates = rates if rates.ndim == 4 else rates[..., None]
+    rates = np.broadcast_to(rates, key.shape)
+    sums = np.broadcast_to(sums, (batch, heads, size, value.shape[-1]))
+    outputs = []
+    for t in range(length):
+        if segment_ids is not None and t > 0:
+            same = segment_ids[:, t] == segment_ids[:, t - 1]
+            sums = np.where(same[:, None, None, None], sums, 0)
+        faded = np.exp(rates[:, t])[..., None] * sums
+        held = np.einsum("bkh,bkhv->bkv", eraser[:, t], faded)
+        change = beta[:, t, :, None] * (value[:, t] - held)
+        new = faded + key[:, t, :, :, None] * change[:, :, None]
+        sums = new if mask is None else np.where(mask[:, :, :, t, None], new, sums)
+        repeated = np.repeat(sums, query.shape[2] // heads, axis=1)
+        outputs.append(np.einsum("bnh,bnhv->bnv", query[:, t], repeated))
+    return np.stack(outputs, axis=1), sums
+
+
 # Functions of the matrix QQᵀ.
 
 

@@ -177,6 +177,7 @@ def delta_causal(
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
     """Return what queries read from a linear state that replaces values at keys.
 
@@ -219,10 +220,11 @@ def delta_causal(
         state: from `delta_state`, `delta_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
             exchange the matrix by which their tokens change a state, [H H] per head.
+        implementation: as in `decay_causal`.
     Raises:
         ValueError: shapes that do not fit, a log-decay above 0, a mask that hides pairs
             and not keys, or a state of other sizes; `state` or `return_state` together
-            with axis_name.
+            with axis_name; an implementation that does not support the call.
     Source: Yang et al. 2024, arXiv:2406.06484 (the chunk form) and arXiv:2412.06464
         (a decay per head); Kimi Team 2025, arXiv:2510.26692 (a decay per channel);
         Hatamizadeh et al. 2026, arXiv:2605.22791 (erase and write gates).
@@ -243,6 +245,7 @@ def delta_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
+        implementation=implementation,
     )
 
 

@@ -127,6 +127,7 @@ def decay_causal(
     return_state: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DecayState]:
     """Return linear attention without a denominator, whose state decays.
 
@@ -156,10 +157,13 @@ def decay_causal(
             multiple of 128. T or more is the parallel form, quadratic in T.
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
+        implementation: what computes the rows. None chooses a kernel of symjax if one
+            supports the call, and chunks otherwise. "jla" runs the kernels of
+            jax-linear-attention for Hopper GPUs: `pip install 'symjax[hopper]'`.
     Raises:
         ValueError: shapes that do not fit, a log-decay above 0, a mask that hides pairs
             and not keys, or a state of other sizes; `state` or `return_state` together
-            with axis_name.
+            with axis_name; an implementation that does not support the call.
     Source: Sun et al. 2023, arXiv:2307.08621 (a constant per head); Qin et al. 2023,
         arXiv:2307.14995; Yang et al. 2023, arXiv:2312.06635 (a gate per channel).
     """
@@ -179,6 +183,7 @@ def decay_causal(
         return_state=return_state,
         segment_ids=segment_ids,
         axis_name=axis_name,
+        implementation=implementation,
     )
 
 

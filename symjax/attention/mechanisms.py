@@ -145,7 +145,7 @@ MECHANISMS = {
     ),
     "decay": Mechanism(
         *(decay_causal, decay_causal, decay_step, decay_state),
-        options=("chunk_size",),
+        options=("chunk_size", "implementation"),
         operands=("log_decay",),
         required=("log_decay",),
         bidirectional=False,
@@ -156,7 +156,7 @@ MECHANISMS = {
     ),
     "delta": Mechanism(
         *(delta_causal, delta_causal, delta_step, delta_state),
-        options=("chunk_size",),
+        options=("chunk_size", "implementation"),
         operands=("beta", "log_decay", "erase"),
         required=("beta",),
         bidirectional=False,

@@ -212,11 +212,12 @@ class Attention(Keys):
         "supports the call, else rows. rows: blocks of rows in XLA. whole: one map of "
         "all pairs. tpu, cudnn, gpu_differential: this kernel of softmax. ring: "
         "softmax over mesh.sequence, which passes keys and values between devices "
-        "instead of gathering them. Decoding is always auto. fused and hopper are "
-        "former names of tpu and gpu_differential",
+        "instead of gathering them. jla: decay and delta by the kernels of "
+        "jax-linear-attention for Hopper GPUs. Decoding is always auto. fused and "
+        "hopper are former names of tpu and gpu_differential",
         (
             *("auto", "rows", "whole", "tpu", "gpu_differential", "cudnn", "ring"),
-            *("fused", "hopper"),
+            *("jla", "fused", "hopper"),
         ),
     )
     options: OwnOptions = key(

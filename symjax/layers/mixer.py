@@ -61,6 +61,12 @@ class Mixer:
         return attention.MECHANISMS[self.mechanism]
 
     @property
+    def automatic(self) -> "Mixer":
+        """The mixer without the option `implementation`, which is for whole rows."""
+        options = tuple(x for x in self.options if x[0] != "implementation")
+        return replace(self, options=options)
+
+    @property
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
@@ -121,7 +127,8 @@ class Mixer:
             key = None if self.shared else jnp.zeros(shape, self.dtype)
             log_decay = jnp.zeros((batch, length, keys)) if forgets else None
             return KeyValues(key, jnp.zeros(values, self.dtype), log_decay)
-        options = {x: value for x, value in self.options if x != "chunk_size"} | arrays
+        options = dict(self.automatic.options) | arrays
+        options.pop("chunk_size", None)
         # The two query heads of V2 read one state; V1 has a state for each branch.
         shape = batch, keys, size, value_size
         return self.form.state(*shape, dtype=self.dtype, **options)
@@ -150,10 +157,10 @@ class Mixer:
             return self._decode_scores(operands, cache, *given)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
-        options = dict(self.options)
+        options = dict(self.automatic.options)
         if operands["query"].array.shape[1] == 1 and padding_mask is None:
             function = _state_first(self.form.step)
-            options = {x: y for x, y in self.options if x not in CHUNK_OPTIONS}
+            options = {x: y for x, y in options.items() if x not in CHUNK_OPTIONS}
         else:
             function, options["return_state"] = self.form.causal, True
             if padding_mask is not None:
@@ -188,8 +195,7 @@ class Mixer:
         if key is not None:
             key = write(key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
-        options = {**dict(self.options), "is_causal": True}
-        options.pop("implementation", None)
+        options = {**dict(self.automatic.options), "is_causal": True}
         log_decay = cache.log_decay
         if log_decay is not None:
             log_decay = write(log_decay, operands["log_decay"].array, positions)

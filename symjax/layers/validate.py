@@ -5,7 +5,7 @@ from typing import Any
 
 from symjax import config, validation
 from symjax.attention import MECHANISMS
-from symjax.attention.kernels.dispatch import present_name
+from symjax.attention.kernels.dispatch import OF_RECURRENCES, present_name
 from symjax.attention.mechanisms import capabilities
 from symjax.layers.parts.part import Sizes, named_options
 from symjax.layers.parts.table import part_of
@@ -136,6 +136,9 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
     mechanism = config.mechanism_of(options, depth)
     _check_words(options, mechanism)
     values = (part_of(mechanism).options or named_options)(options, mechanism)
+    implementation = present_name(values.get("implementation", "auto"))
+    if implementation not in _implementations(mechanism):
+        values = {x: y for x, y in values.items() if x != "implementation"}
     chosen = tuple((key, value) for key, value in values.items() if value not in OFF)
     own = config.own_options(options)
     return chosen + tuple((x, own[x]) for x in MECHANISMS[mechanism].declared)
@@ -182,8 +185,7 @@ def _check_words(options: config.Model, mechanism: str) -> None:
 def _check_choices(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if choices of a model exclude each other."""
     chosen = options.attention
-    if chosen.implementation not in ("auto", "rows", "whole"):
-        _check_implementation(options, names)
+    _check_implementation(options, names)
     if chosen.length_base == 1:
         raise ValueError("model.attention.length_base must be 0 (off) or above 1")
     if chosen.key_norm != "none" and chosen.symmetric not in FROM_QUERIES:
@@ -270,20 +272,35 @@ def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
         )
 
 
+def _implementations(mechanism: str) -> tuple[str, ...]:
+    """Return the values of model.attention.implementation that a mechanism has."""
+    form = MECHANISMS[mechanism]
+    if "implementation" not in form.options:
+        return ()
+    if form.state is not None:
+        return tuple(OF_RECURRENCES)
+    return form.implementations or ("rows", "whole")
+
+
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
-    """Raise if a mechanism or the kind of model lacks the chosen implementation."""
+    """Raise if a mechanism or the kind of model lacks the chosen implementation.
+
+    In a model with score mechanisms and recurrences the choice is for one of the two.
+    """
     chosen = options.attention.implementation
+    if chosen in ("auto", FORMER_DEFAULTS["implementation"]):
+        return
     wanted = present_name(chosen)
-    lacking = []
-    for name in names:
-        form = MECHANISMS[name]
-        if "implementation" in form.options and wanted not in form.implementations:
-            lacking.append(name)
-    if lacking:
-        raise ValueError(
-            f"model.attention.implementation {chosen!r} is only for softmax: "
-            f"{', '.join(lacking)} takes rows or whole"
-        )
+    known = {name: _implementations(name) for name in names}
+    has = [name for name in names if wanted in known[name]]
+    of_scores = {MECHANISMS[name].state is None for name in has or names}
+    for name, implementations in known.items():
+        meant = (MECHANISMS[name].state is None) in of_scores
+        if implementations and meant and name not in has:
+            raise ValueError(
+                f"model.attention.implementation {chosen!r} is not possible: {name} "
+                f"takes {' or '.join(implementations)}"
+            )
     if chosen == "ring" and not config.is_causal(options):
         raise ValueError(
             f"model.attention.implementation 'ring' needs a causal model, but "

@@ -46,6 +46,8 @@ def operands_of(
 def map_of(mixer: Mixer, operands: dict[str, Operand]) -> Float[Array, "B N T T"]:
     """Return the attention map: the output for values that are unit vectors.
 
+    The option `implementation` is ignored: kernels do not take values of T features.
+
     Memory O(B N T²), and time O(T²) times the cost of one value feature.
     """
     value = operands["value"]
@@ -53,7 +55,7 @@ def map_of(mixer: Mixer, operands: dict[str, Operand]) -> Float[Array, "B N T T"
     shape = batch, length, heads, length
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
     units = operands | {"value": value._replace(array=units)}
-    return jnp.swapaxes(mixer(units), 1, 2)
+    return jnp.swapaxes(mixer.automatic(units), 1, 2)
 
 
 def in_own_pairs(

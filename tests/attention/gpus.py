@@ -30,10 +30,11 @@ def served(kernel, parameters=None, *, size=64, width=64, length=128, dtype=None
     return kernel.refusal(Tokens(*like), parameters) is None
 
 
-def compiled_for_an_h200(attend, *heads, dtypes=()):
+def compiled_for_an_h200(attend, *heads, dtypes=(), check_vma=True):
     """Compile the gradients of the sum of `attend` for an H200.
 
-    Arrays are [1 300 heads size], in bfloat16 or the given dtypes.
+    Arrays are [1 300 heads size], in bfloat16 or the given dtypes. `check_vma` is that
+    of `jax.shard_map`.
     """
     pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
     mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
@@ -43,7 +44,8 @@ def compiled_for_an_h200(attend, *heads, dtypes=()):
 
     def split(*given):
         call = jax.grad(loss, tuple(range(len(given))))
-        return jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(*given)
+        specs = {"in_specs": P("x"), "out_specs": P("x"), "check_vma": check_vma}
+        return jax.shard_map(call, mesh=mesh, **specs)(*given)
 
     sharding = NamedSharding(mesh, P("x"))
     given = [

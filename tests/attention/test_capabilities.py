@@ -232,6 +232,8 @@ def test_every_form_takes_the_options_that_are_declared(name):
     """All other options are refused. Only the causal form takes `chunk_size`."""
     mechanism = MECHANISMS[name]
     for option in mechanism.options:
+        if option == "implementation" and mechanism.state is not None:
+            continue  # of one kind of GPU: kernels/test_jla.py
         chosen = {option: CHOSEN[option]}
         if option != "chunk_size":
             it_works(call_with_own_keys(name, **chosen))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import laws
 import numpy as np
+import oracles
 import pytest
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, inputs, same
 from split_time import check_split_time
@@ -30,41 +31,6 @@ each_kind = pytest.mark.parametrize("kind", SHAPES)
 
 def rule(query, key, value, beta, log_decay, erase, **options):
     return delta_causal(query, key, value, beta, log_decay, erase=erase, **options)
-
-
-def by_tokens(
-    query,
-    key,
-    value,
-    beta,
-    log_decay=None,
-    erase=None,
-    *,
-    sums=0.0,
-    mask=None,
-    segments=None,
-):
-    """Run the rule token by token: decay, erase, write, read. Hidden tokens do
-    nothing."""
-    eraser = key if erase is None else erase * key
-    batch, length, heads, size = key.shape
-    rates = np.zeros((1, 1, 1)) if log_decay is None else log_decay
-    rates = rates if rates.ndim == 4 else rates[..., None]
-    rates = np.broadcast_to(rates, key.shape)
-    sums = np.broadcast_to(sums, (batch, heads, size, value.shape[-1]))
-    outputs = []
-    for t in range(length):
-        if segments is not None and t > 0:
-            goes_on = segments[:, t] == segments[:, t - 1]
-            sums = np.where(goes_on[:, None, None, None], sums, 0)
-        faded = np.exp(rates[:, t])[..., None] * sums
-        held = np.einsum("bkh,bkhv->bkv", eraser[:, t], faded)
-        change = beta[:, t, :, None] * (value[:, t] - held)
-        new = faded + key[:, t, :, :, None] * change[:, :, None]
-        sums = new if mask is None else np.where(mask[:, :, :, t, None], new, sums)
-        repeated = np.repeat(sums, query.shape[2] // heads, axis=1)
-        outputs.append(np.einsum("bnh,bnhv->bnv", query[:, t], repeated))
-    return np.stack(outputs, axis=1), sums
 
 
 def of_key(key, kind, module=np):
@@ -100,8 +66,8 @@ class Ruled(laws.Mechanism):
 
     def oracle(self, query, key, value, *, causal=True, segment_ids=None, mask=None):
         key, *operands = of_key(key, self.products)
-        options = {"mask": mask, "segments": segment_ids}
-        return by_tokens(query, key, value, *operands, **options)[0]
+        options = {"mask": mask, "segment_ids": segment_ids}
+        return oracles.delta(query, key, value, *operands, **options)[0]
 
 
 KINDS = {kind: Ruled.of_kind(kind) for kind in SHAPES}
@@ -230,7 +196,7 @@ def test_4096_tokens_are_the_loop_over_tokens_in_float64(kind, x64):
 @each_kind
 def test_the_loop_over_tokens_is_the_definition(kind, x64):
     arrays, weigh = random(kind), weights(T)
-    output, sums = by_tokens(*arrays)
+    output, sums = oracles.delta(*arrays)
     found = wanted_results(*weigh, arrays, np.zeros((B, K, H, V)))
     close(found[0], output, 1e-12)
     close(found[1], sums, 1e-12)
@@ -243,7 +209,7 @@ def test_float32_is_close_in_chunks_that_do_not_divide(kind):
     mask = hiding(T)
     options = {"mask": mask, "segment_ids": SEGMENTS}
     output, state = rule(*single, chunk_size=12, return_state=True, **options)
-    wanted, sums = by_tokens(*arrays, mask=mask, segments=SEGMENTS)
+    wanted, sums = oracles.delta(*arrays, mask=mask, segment_ids=SEGMENTS)
     close(output, wanted, 3e-6)
     close(state.sums, sums, 3e-6)
 
@@ -316,7 +282,7 @@ def test_differential_subtracts_two_states():
     key, value, lam = key[:, :, :2], value[:, :, :1], 0.4
     beta, rates = beta[..., :2], rates[..., :2]
     one, two = (
-        by_tokens(
+        oracles.delta(
             query[:, :, b::2], key[:, :, [b]], value, beta[..., [b]], rates[..., [b]]
         )[0]
         for b in (0, 1)

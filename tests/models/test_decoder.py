@@ -220,16 +220,24 @@ def test_of_a_cache_at_most_twice_what_is_filled_is_read():
             assert read <= max(2 * filled, 2 * mixer.SMALLEST_READ - 1)
 
 
-@pytest.mark.parametrize("implementation", ["rows", "whole", "tpu", "cudnn", "ring"])
-def test_what_implements_whole_rows_does_not_decode(implementation):
+@pytest.mark.parametrize(
+    ("mechanism", "implementation"),
+    [
+        *(("softmax", x) for x in ("rows", "whole", "tpu", "cudnn", "ring")),
+        *(("decay", "jla"), ("delta", "jla")),
+    ],
+)
+def test_what_implements_whole_rows_does_not_decode(mechanism, implementation):
     """Evaluation decodes, too, whatever implementation a run trains with."""
 
     def decoded(**choice):
-        model = small(**choice)
-        return model.decode(TOKENS[:, :5], model.init_cache(2, 9))[0]
+        model = small(mechanism, **choice)
+        prefilled, cache = model.decode(TOKENS[:, :5], model.init_cache(2, 9))
+        return prefilled, model.decode(TOKENS[:, 5:6], cache)[0]
 
     found = decoded(implementation=implementation)
-    np.testing.assert_array_equal(found, decoded())
+    for one, two in zip(found, decoded(), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.parametrize("differential", ["none", "v1", "v2"])

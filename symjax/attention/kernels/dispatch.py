@@ -35,7 +35,9 @@ Three kinds of calls do not come here:
 
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others. `implementation=` of softmax may also name a
-kernel. Then `run_named` skips tests 1 to 3, and raises where test 4 fails.
+kernel. Then `run_named` skips tests 1 to 3, and raises where test 4 fails. That of
+decay_causal and delta_causal names a kernel of `OF_RECURRENCES`, which no other call
+runs.
 
 A module of a kernel is imported when a call first uses it. A machine without
 accelerators imports one only if `implementation=` names it, or if it compiles for
@@ -143,6 +145,9 @@ NAMED: dict[str, Callable[[Any], Kernel]] = {
     for kernel in kernels
     if kernel.implementation is not None
 }
+# Values of `implementation=` of decay_causal and delta_causal → kernels for GPUs that
+# only these calls run.
+OF_RECURRENCES = {"jla": KernelSource("gpu.jla", "Jla")}
 # Former names of implementations, which configurations and calls may still use.
 ALIASES = {"fused": "tpu", "hopper": "gpu_differential"}
 
@@ -168,6 +173,19 @@ def run_recurrence(
         if kernel.refusal(*arrays) is None:
             return _tokens_by_platform(platform, kernel, fallback, *arrays)
     return fallback(*arrays)
+
+
+def run_named_recurrence(
+    name: str, recurrence: Any, tokens: Tokens, parameters: Any, fallback: Callable
+) -> Float[Array, "B T N V"]:
+    """Return the rows of a recurrence by the kernel of this name.
+
+    Raises:
+        ValueError: the kernel does not support the call; the message says why.
+    """
+    kernel = OF_RECURRENCES[name](recurrence)
+    _raise_if_refused(name, kernel, tokens, parameters)
+    return _tokens_by_platform("cuda", kernel, fallback, tokens, parameters)
 
 
 def run_scores(
@@ -200,11 +218,15 @@ def run_named(
         ValueError: the kernel does not support the call; the message says why.
     """
     kernel = _kernel_of_scores(NAMED[name], settings)
-    if reason := kernel.refusal(operands):
+    _raise_if_refused(name, kernel, operands)
+    return kernel.attend(operands, fallback)
+
+
+def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:
+    if reason := kernel.refusal(*arrays):
         raise ValueError(
             f"implementation {name!r} does not support this call: {reason}"
         )
-    return kernel.attend(operands, fallback)
 
 
 def _sources(family: str | None) -> Iterator[tuple[str, KernelSource]]:

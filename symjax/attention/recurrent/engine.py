@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import (
     check_axis,
+    check_choice,
     check_count,
     check_flag,
     check_state,
@@ -38,7 +39,11 @@ from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh, vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE, sum_dtype
-from symjax.attention.kernels.dispatch import run_recurrence
+from symjax.attention.kernels.dispatch import (
+    OF_RECURRENCES,
+    run_named_recurrence,
+    run_recurrence,
+)
 from symjax.attention.recurrent.chunks import layout, merge_heads, scan
 from symjax.attention.recurrent.recurrence import Recurrence
 from symjax.attention.recurrent.schedule import (
@@ -64,6 +69,7 @@ def attend_causal(
     return_state: bool = False,
     segment_ids: Array | None = None,
     axis_name: str | None = None,
+    implementation: str | None = None,
 ) -> Any:
     """Return causal attention: a query sees the tokens of its segment up to its own.
 
@@ -76,17 +82,30 @@ def attend_causal(
         state: the state before the first token; None is the empty one.
         return_state: return (rows, state after the last token).
         axis_name: the mesh axis that time is split over.
+        implementation: a kernel of `dispatch.OF_RECURRENCES`. None chooses a kernel
+            that supports the call, or XLA.
     Raises:
-        ValueError: shapes that do not fit, or a state together with an axis_name.
+        ValueError: shapes that do not fit, a state together with an axis_name, or an
+            implementation that is unknown or does not support the call.
     """
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     check_axis(who, axis_name, state, return_state)
     check_count(who, "chunk_size", chunk_size)
     check_flag(who, "return_state", return_state)
     tokens = Tokens(query, key, value, operands, mask, segment_ids)
+    if implementation is not None:
+        check_choice(who, "implementation", implementation, OF_RECURRENCES)
     if state is None and not return_state and axis_name is None:
         fallback = InXla(recurrence, int(chunk_size))
-        return run_recurrence(recurrence, tokens, parameters, fallback)
+        call = recurrence, tokens, parameters, fallback
+        if implementation is not None:
+            return run_named_recurrence(implementation, *call)
+        return run_recurrence(*call)
+    if implementation is not None:
+        raise ValueError(
+            f"{who}: implementation {implementation!r} takes no state, return_state "
+            "or axis_name"
+        )
     state = _start(who, recurrence, parameters, state, tokens)
     static = recurrence, int(chunk_size), axis_name
     output, state = _causal(*static, tokens, parameters, state)

@@ -40,9 +40,9 @@ class Boundaries(NamedTuple):
     def overlap(self) -> int:
         """Number of tokens that the slice of a source shares with the previous source.
 
-        Each source of a mixture has a slice of the packed text. The number is 1 if the
-        first document of a source begins with the token that ends the source before
-        it, as B does in "end A end B end". Otherwise it is 0.
+        In "end A end B end" of two sources A and B, the slice of A is "end A end" and
+        that of B "end B end": they share one token. With other boundaries slices share
+        no token.
         """
         return int(self.shared and self.after is not None)
 

@@ -48,9 +48,8 @@ def with_segment_ids(
 ) -> tuple[SegmentedTokens, np.ndarray]:
     """Add the segment ids of documents to rows of text.
 
-    If a separator is shared, it is part of both documents: the last target of the
-    earlier document, and the first input of the later one. So an input has the segment
-    id of its target, the next token, and all targets stay:
+    If a separator is shared, it is the last target of the earlier document, and the
+    first input of the later one. Each input gets the id of the document of its target:
 
         text      a a ␀ b b        inputs a a ␀ b    ids 0 0 1 1
                                    targets  a ␀ b b

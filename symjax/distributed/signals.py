@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run saves after the current step and ends."""
+"""Handlers of SIGINT and SIGTERM that let a run save its last step before it ends."""
 
 import contextlib
 import itertools
@@ -22,14 +22,15 @@ GRACE = 2  # seconds for an orderly end after a second signal
 class Interrupts:
     """Signal handlers of a run, as a context manager.
 
-    The last signal is in `received`. After the first the run ends before its first
-    step, or after the current step. If it waits for a batch, it ends without another
-    step. A second signal ends the run at once.
+    One process. The first signal ends the run after the current step, which is saved,
+    or before the first step. A run that waits for a batch saves the last step and ends.
+    A second signal ends the run at once. The last signal is in `received`.
 
-    With several processes jax handles SIGTERM: it tells all processes, and they agree
-    on the step at which they end. Ctrl-C then ends one process at once without a
-    checkpoint, and so the others too. Outside the main thread no handlers are
-    installed.
+    Several processes. jax handles SIGTERM: it tells all processes, and they agree on
+    the step that they save and end at. SIGINT (Ctrl-C) ends one process at once without
+    a checkpoint, and then the others too.
+
+    Outside the main thread no handlers are installed.
     """
 
     def __init__(self) -> None:

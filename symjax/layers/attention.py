@@ -56,12 +56,7 @@ PROJECTIONS = {
 
 
 class Lambda(nnx.Param):
-    """Learned λ vector of differential V1; stored with the weights.
-
-    Weight decay leaves out all weights with "lambda" in their path
-    (`symjax.training.optimizer.decays`): the names of the attributes count, not this
-    class.
-    """
+    """Learned λ vector of differential V1: `nnx.state(model, Lambda)` finds all."""
 
 
 class Attention(nnx.Module):
@@ -75,8 +70,8 @@ class Attention(nnx.Module):
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
     model.head_size, that share one key, and λ is the sigmoid of a linear map of the
     token. Mechanisms without a denominator, such as decay and the delta rule
-    (`Part.head_norm`), have the same RMSNorm per head. In either case
-    model.attention.head_norm=False leaves it out, and keeps 1 − λ_init.
+    (`Part.head_norm`), have an RMSNorm per head too. model.attention.head_norm=False
+    leaves out this norm. It does not leave out the factor 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. The value of a V1 head is then both of its

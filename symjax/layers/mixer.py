@@ -1,4 +1,8 @@
-"""Execution of a layer's mechanism: over whole rows, or token by token with a cache."""
+"""Execution of a layer's mechanism: over whole rows, or on from a cache.
+
+A cache is the state of a recurrence, or `KeyValues` of score mechanisms. `decode` reads
+the next tokens of each example, one or many, and returns the new cache.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +28,7 @@ CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token
 class KeyValues(NamedTuple):
     """Decoding state of score mechanisms: cached keys and values, and forget gates.
 
-    The keys are None if they are made from the values (`Mixer.shared`).
+    The keys are None if they are made from the values (`Mixer.keys_from_values`).
     """
 
     key: Float[Array, "B L K H"] | None
@@ -41,8 +45,8 @@ class Mixer:
         differential: combination of the maps of two branches: none, v1 or v2.
         signals: number of heads that share a noise map; 1 unless differential is v1.
         alibi: True adds the bias of ALiBi to the scores; it falls with distance.
-        shared: keys are made from the values, so that a cache holds values alone
-            (model.attention.symmetric kv or qkv). It does not mean heads that share.
+        keys_from_values: keys are made from the values, so that a cache holds values
+            alone (model.attention.symmetric kv or qkv).
         dtype: dtype of cached keys and values.
     """
 
@@ -53,7 +57,7 @@ class Mixer:
     dtype: Any
     differential: str = "none"
     alibi: bool = False
-    shared: bool = False
+    keys_from_values: bool = False
     signals: int = 1
 
     @property
@@ -124,7 +128,8 @@ class Mixer:
         if self.form.state is None:
             values = (batch, length, self.sizes.kv_heads, value_size)
             shape = batch, length, keys, size
-            key = None if self.shared else jnp.zeros(shape, self.dtype)
+            has_keys = not self.keys_from_values
+            key = jnp.zeros(shape, self.dtype) if has_keys else None
             log_decay = jnp.zeros((batch, length, keys)) if forgets else None
             return KeyValues(key, jnp.zeros(values, self.dtype), log_decay)
         options = dict(self.automatic.options) | arrays
@@ -147,8 +152,8 @@ class Mixer:
             position: number of tokens that each example has read.
             padding_mask: True for tokens, False for padding, which comes after them in
                 the row. By default there is no padding.
-            keys_of: cached values → the keys that are made from them; needed if
-                `shared`.
+            keys_of: cached values → the keys that are made from them; needed with
+                `keys_from_values`.
         Raises:
             ValueError: more tokens than fit the cache.
         """

@@ -4,7 +4,7 @@
 which mechanisms hide tokens: "mask" [B 1 1 T] from padding, "segment_ids" from
 documents. Score mechanisms give weight 0 to a key that the mask hides, and recurrences
 leave their state as it is. When score mechanisms decode from a cache, they get no mask:
-their argument `positions` hides padding (`Mixer.decode`).
+their argument `positions` hides padding, which comes after the tokens of its row.
 """
 
 from typing import NamedTuple

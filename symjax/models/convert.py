@@ -158,23 +158,22 @@ def carried(
 ) -> Params:
     """Return the constants of a `target` model.
 
-    A constant of the source is kept if it has the shape that the target needs and was
-    drawn in the same way: an equal `feature_norms` for random projections, equal
-    `features` for statistics.
+    A constant of the source is kept if it has the shape that the target needs and both
+    models have the same `feature_norms` (projections) or `features` (statistics).
 
     Args:
         fresh: the constants of a new target model.
         known: the constants of the source.
     """
-    drawn = dict(pair for part in PARTS.values() for pair in part.drawn)
+    keys = dict(pair for part in PARTS.values() for pair in part.kept_constants)
 
     def choose(path: tuple, new: jax.Array) -> jax.Array:
         old: Any = known
-        key = drawn[path[-1].key]
+        key = keys[path[-1].key]
         for step in path:
             old = old.get(step.key) if isinstance(old, dict) else None
-        drawn_alike = getattr(source.attention, key) == getattr(target.attention, key)
-        if old is not None and old.shape == new.shape and drawn_alike:
+        same_key = getattr(source.attention, key) == getattr(target.attention, key)
+        if old is not None and old.shape == new.shape and same_key:
             return old
         return new
 

@@ -26,9 +26,9 @@ from symjax.models.build import Model
 # the gradient of the output layer, so GPUs, which have the memory, take larger parts.
 MOST_LOGITS = 2**26
 ON_GPU = 2**28
-# A sum of exponentials between 1/SAFE_SUM and SAFE_SUM needs no shift. It does not
-# overflow. Exponentials of logits below −87, which underflow in float32, make up less
-# than 2e-8 of it, even for 10⁵ words.
+# A sum Σ exp(logit) between 1/SAFE_SUM and SAFE_SUM needs no shift. Float32 holds it.
+# Exponentials that underflow are below e⁻⁸⁷ = 1.6e-38: 10⁵ of them are 1.6e-33, and
+# 1.6e-8 of the smallest sum.
 SAFE_SUM = 1e25
 SCOPE = "token_losses"  # prefix of these operations in compiled programs
 

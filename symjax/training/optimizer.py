@@ -268,9 +268,9 @@ def average_of(state: Any) -> Any:
 def decays(params: Any) -> Any:
     """Return a tree of booleans: whether each weight decays.
 
-    Weights with two axes or more decay: kernels, embeddings and the matrices U of
-    pairwise keys. Biases, scales, and all weights with "norm" or "lambda" in their path
-    do not decay, whatever their shape.
+    Weights with two axes or more decay: kernels, embeddings, the matrices U of pairwise
+    keys and those of the feature maps "hedgehog" and "t2r". Biases, scales, and weights
+    with "norm" or "lambda" in their path do not decay, whatever their shape.
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:

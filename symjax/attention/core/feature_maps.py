@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# A row has underflowed if it sees a key, but the sum of the sizes of the terms of its
-# denominator is below this. The terms are divided by exp(shift), where the shift is the
-# largest exponent of a product of the query's features with those of a key that the
-# state has read or that is in the chunk. 1e-20 is e⁻⁴⁶.
+# A row that sees a key has underflowed if Σ |terms of its denominator| is below
+# UNDERFLOW · exp(shift). The shift is the largest exponent of a term over all keys of
+# the state and the chunk, also of keys that the row does not see. 1e-20 is e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
 
@@ -81,20 +80,19 @@ class Features(NamedTuple):
             this function computes the weight from their sources. The divisor is the
             number by which `Normalised.prepare` has divided φ(q). None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: H → n, the number of leading features of a key that are never
-            negative: the H squares of "squared", or the first feature of "taylor" and
-            cosine, which is 1. `recurrent.cancellation` reads a state relative to the
-            mean of its values, weighted by the sums of these features. Only for maps
-            whose features change sign although no pair has a negative weight; None for
-            other maps.
+        nonnegative: H → n: the first n features of a key are never negative. "squared"
+            has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). The
+            sums of these features weigh the mean of the values, relative to which
+            `recurrent.cancellation` reads a state. Set it if features change sign but
+            no pair has a negative weight. None: states are read directly.
         centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
             are the same and cancel less. Only bidirectional attention can use them,
             since it knows all keys. The first feature of a key is 1, so that its sum
             is the number of keys.
         bounded: whether no |feature| exceeds 1 and no pair has a negative weight, as in
-            cosine. The rounding error of a sum of products then has a known bound. So
-            GPU kernels may compute it, and set a row to 0 if the mean of its weights is
-            below the bound.
+            cosine. GPU kernels take such maps even if features change sign: a weight
+            has an error of at most 2⁻¹⁰ in TF32, and rows whose mean weight is below
+            this become 0.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows

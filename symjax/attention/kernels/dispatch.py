@@ -8,8 +8,8 @@ kernel of the family that passes all of these tests computes the call:
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
 2. XLA does not split the arrays over devices, since it cannot split a kernel: the
-   machine has one device, or the call is inside `jax.shard_map`. Layers under a mesh
-   call mechanisms inside `jax.shard_map`.
+   machine or the mesh has one device, or the call is inside `jax.shard_map`, as calls
+   of layers under larger meshes are.
 3. The call has at least 128 query rows.
 4. The kernel supports the arguments: its `refusal` returns None.
 
@@ -26,7 +26,7 @@ So causal softmax of 4,096 tokens in bfloat16, without a window, runs
 - on an H100 in `gpu.cudnn.CudnnSoftmax`. Differential attention V1 with keys of 64 and
   values of 128 runs there in `gpu.differential.GpuDifferential`.
 
-Three kinds of calls do not come here:
+These calls use no kernel, and do not call this module:
 
 - score mechanisms with `implementation=` "rows", "whole" or "ring";
 - recurrences that take or return a state, as steps of one token do, or whose time is

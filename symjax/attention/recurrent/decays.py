@@ -5,9 +5,9 @@ after key s up to query t. `chunk_decays` computes all of them for one chunk.
 
 Blocks of tokens are joined two by two, as in a merge sort. Queries of the
 second half see keys of the first half. The log-decay of such a pair is the sum from the
-key to the boundary between the halves plus the sum from there to the query. Between
-blocks sums are only added. Inside a first block they are subtracted, in two parts that
-lose no digits (`_exponents`). So every factor is at most 1, a strong decay does not
+key to the boundary between the halves plus the sum from there to the query. Inside a
+first block it is the difference of two cumulative sums; `_exponents` computes them in
+two parts, which lose no digits. So every factor is at most 1, a strong decay does not
 make other decays less exact, and −∞, which forgets everything, is a valid log-decay.
 
 Short blocks are slow on accelerators and make programs long. The recursion therefore

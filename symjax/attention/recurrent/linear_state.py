@@ -11,9 +11,9 @@ of numerator and denominator does not:
   exponent of a key so far. When a larger key comes, the state is rescaled.
 - A row is divided by exp(shift). The shift is the largest value, over the features, of
   the query's exponent + running_max.
-- So every factor is at most 1. Let m be the feature that sets the shift of a row. If
-  amplitudes are 1 and the row sees the key that set running_max of m, this key adds
-  exp(0) = 1 to the denominator, so that no ε is needed.
+- So every exponential is at most 1. With one feature of amplitude 1, keys with the
+  exponents 100 and 90, and a query with 5, running_max is 100, the shift 105, and the
+  denominator 1 + e⁻¹⁰. The largest term is 1, so that no ε is needed.
 - Both divisors cancel in the ratio, and are constants to the gradient.
 
 Cancellation. Features that change sign lose digits if their products cancel. A state of

@@ -19,10 +19,9 @@ denominator share them. Tokens before the chunk are read from the state.
 Exponents. `linear_state.py` divides a state by exp(running_max), and a row by
 exp(shift), so that features stay in the range of float32:
 
-- For each feature all rows of a chunk share one maximum: that of the state and of all
-  keys of the chunk, also of keys after the row. Such a key has weight 0 in the row. It
-  changes the divisor, and so the row by rounding errors alone. Rows of earlier chunks
-  stay bitwise equal.
+- For each feature all rows of a chunk share one maximum, over the state and all keys of
+  the chunk. So a key after a row can change its divisor, and with it the row, by
+  rounding errors. Rows of earlier chunks stay bitwise equal.
 - A row underflows if the features of a later key of its chunk are e⁴⁶ times larger than
   those of all keys that the row sees. `core/underflow.py` finds these rows and computes
   them again, each with the maximum of the keys that it sees.

@@ -13,12 +13,8 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
 
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
-    before = []
-    for effect in effects:
-        before.append(state)
-        # `merge` takes pairs (state, transition). The transition of its result is
-        # not used here, so `state` is paired with an arbitrary one, effect[1].
-        state, _ = recurrence.merge((state, effect[1]), effect)
+    merged = itertools.accumulate(effects, recurrence.merge)
+    before = [state, *(after for after, _ in merged)]       # `state` is the empty one
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
 To decode one token, the engine (`engine.attend_step`) calls `prepare` and `advance` on
@@ -89,10 +85,12 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster unless a
             chunk needs much more memory than its tokens.
-        on_one_gpu_only: run chunks in parallel only if a single GPU computes the call,
-            as further examples of the batch. Other accelerators would run them by
-            `jax.vmap`, which runs both sides of a branch that depends on data. Set it
-            if `advance` has such a branch, or if `effect` costs as much as `advance`.
+        on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
+            There chunks become further examples of the batch; elsewhere `jax.vmap` runs
+            them. Set it if `advance` has a branch that depends on data, since vmap runs
+            both sides; or if `effect` costs as much as `advance`, since a TPU gains
+            nothing then. By the estimate of the compiler for a v5e the delta rule took
+            388 million cycles in parallel and 367 in turn, and 12 times the memory.
     """
 
     parallel_chunks: bool = True

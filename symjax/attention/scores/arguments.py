@@ -29,31 +29,31 @@ class ScoreArguments:
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
-    bias: Float[Array, "#B #N #T #S"] | None
-    mask: Bool[Array, "#B #N #T #S"] | None
+    bias: Float[Array, "#B #G #T #S"] | None
+    mask: Bool[Array, "#B #G #T #S"] | None
     scale: float | Float[Array, ""] | None
     is_causal: bool
     window: Any  # (left, right) after `checked`
     length_base: float | None
     length_scale: Any  # a law by name, or slope and power
     mask_self: bool
-    alibi: Float[Array, " N"] | None
+    alibi: Float[Array, " G"] | None
     log_decay: Float[Array, "#B #S K"] | None
-    sink: Float[Array, " N"] | None
+    sink: Float[Array, " G"] | None
     positions: Int[Array, "#B T"] | None
     segment_ids: Int[Array, "B T"] | None
-    lam: Float[Array, "#B #T N/2"] | None
+    lam: Float[Array, "#B #T O"] | None
     signals: int
     axis_name: str | None
 
     @property
     def output_heads(self) -> int:
-        """Number of heads of the output; with `lam`, one for each signal head."""
+        """O, the number of heads of the output; with `lam`, of signal heads."""
         return self.noise_heads * (1 if self.lam is None else self.signals)
 
     @property
     def noise_heads(self) -> int:
-        """Number of noise heads; without `lam`, number of heads. Each has a mask."""
+        """G, the number of noise heads; without `lam`, of all heads."""
         branches = 1 if self.lam is None else self.signals + 1
         return self.query.shape[2] // branches
 

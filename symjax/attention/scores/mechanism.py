@@ -80,8 +80,8 @@ class ScoreMechanism:
         query: Float[Array, "B T N H"],
         key: Float[Array, "B S K H"],
         value: Float[Array, "B S K V"],
-        bias: Float[Array, "#B #N #T #S"] | None = None,
-        mask: Bool[Array, "#B #N #T #S"] | None = None,
+        bias: Float[Array, "#B #G #T #S"] | None = None,
+        mask: Bool[Array, "#B #G #T #S"] | None = None,
         *,
         scale: float | Float[Array, ""] | None = None,
         is_causal: bool = False,
@@ -89,23 +89,26 @@ class ScoreMechanism:
         length_base: float | None = None,
         length_scale: str | tuple[Array, Array] | None = None,
         mask_self: bool = False,
-        alibi: Float[Array, " N"] | None = None,
+        alibi: Float[Array, " G"] | None = None,
         log_decay: Float[Array, "#B #S K"] | None = None,
-        sink: Float[Array, " N"] | None = None,
+        sink: Float[Array, " G"] | None = None,
         positions: Int[Array, "#B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        lam: Float[Array, "#B #T N/2"] | None = None,
+        lam: Float[Array, "#B #T O"] | None = None,
         signals: int = 1,
         implementation: str | None = None,
         axis_name: str | None = None,
         **own: Any,
-    ) -> Float[Array, "B T N V"]:
+    ) -> Float[Array, "B T O V"]:
         """Return the values, averaged by the weights of this mechanism.
 
-        Time O(T S (H + V)) per head, and O(T (left + right) (H + V)) in a window. Of a
-        causal map kernels compute about half, and row blocks 3/4 with up to 2,048 keys
-        and about 9/16 with more. Memory is linear in T and S. It is quadratic with
-        implementation "whole", and in cuDNN with segments.
+        Time O(T S (H + V)) per head, and O(T (left + right) (H + V)) in a window. If
+        is_causal, kernels take about 1/2 of the time without it. Row blocks take 3/4
+        with up to 2,048 keys, and about 9/16 with more. Memory is linear in T and S. It
+        is quadratic with implementation "whole", and in cuDNN with segments.
+
+        Without lam, O = G = N. With lam, the N query heads form G = N/(r + 1) groups:
+        r = signals heads, then the noise head that they share. O = r G.
 
         Weights are computed in float32 at least. A row that sees no key is zero.
 
@@ -126,8 +129,8 @@ class ScoreMechanism:
                 - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
                 - "distance": times a, plus 1 − a², with a² = 1 + 2 log(1 + d/10) at
                   distance d (scale-invariant attention).
-                - (slope, power), arrays [#B #T #N]: times
-                  1 + slope · (log(n + 1))^power (ASEntmax). Branches share them.
+                - (slope, power), arrays [#B #T #G]: times
+                  1 + slope · (log(n + 1))^power (ASEntmax).
             mask_self: hide a token from itself unless it sees nothing else.
             alibi: slopes m of a bias −m·|distance|, see `alibi_slopes`.
             log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
@@ -137,15 +140,14 @@ class ScoreMechanism:
                 of about 1e-7 |c_t|; g below −10⁴ counts as −10⁴. If the mask hides a
                 key from all rows, its g counts as 0. The branches of `differential`
                 have their own gates, as they have their own keys.
-            sink: logits of one more key per head, which every row sees and which has no
-                value. Softmax then divides by exp(sink) + Σ exp(score).
+            sink: logits of one more key, which every row sees and which has no value.
+                Softmax then divides by exp(sink) + Σ exp(score).
             positions: positions of the queries among the keys, by default the last T.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
-            lam: λ of differential attention: heads 2n and 2n + 1 become one head with
-                weights w[2n] − lam[n]·w[2n+1]. They share mask, bias and value.
-            signals: with lam, number r of heads that share a noise map, see
-                `differential`. Only row blocks compute each noise map once: kernels
-                and the ring repeat it for each head.
+            lam: λ of differential attention. With r = 1, heads 2n and 2n + 1 become one
+                head with weights w[2n] − lam[n]·w[2n+1].
+            signals: r, see `differential`. Row blocks compute each noise map once;
+                kernels and the ring repeat it for each of the r heads.
             implementation: what computes the rows. None chooses a kernel if one
                 supports the call (see `symjax.attention.kernels.dispatch`), else
                 "rows".

@@ -9,10 +9,9 @@ query rows and the keys that they see into the weights of these keys. The engine
 4. wraps each block in `jax.checkpoint`, so that autodiff is the backward pass and no
    [T S] map is saved. Memory is linear in T.
 
-Heads are in (head, branch) order. Several query heads may share a key head (grouped
-heads). In differential attention two key heads, the branches, share a value head: the
-engine subtracts the weights of one branch from those of the other, so that it
-multiplies the values once.
+Several query heads may share a key head (grouped heads). In differential attention the
+engine subtracts the weights of a noise head from those of its signal heads, and then
+multiplies the values once. `attend_rows` has the order of the heads.
 """
 
 from collections.abc import Callable

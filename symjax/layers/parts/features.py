@@ -244,7 +244,7 @@ PERFORMER = Part(
         ("statistics_a", P(None)),
         ("statistics_b", P(None, None)),
     ),
-    drawn=(
+    kept_constants=(
         ("projection", "feature_norms"),
         ("statistics_a", "features"),
         ("statistics_b", "features"),

@@ -146,8 +146,9 @@ class Part(NamedTuple):
             projections; by default those of scores or of a recurrence.
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
         owned: weights that other mechanisms do not have.
-        drawn: (constant, key of model.attention): a converted model keeps the constant
-            if this key has the same value.
+        kept_constants: pairs (name of a constant, key of model.attention). Conversion
+            keeps the constant if source and target have the same value of the key, for
+            instance a projection if they have the same feature_norms.
         convert: (weights, source, target) → the weights of a layer of the target.
         check: (source, target) → None; raises if the same weights compute another
             function in the target.
@@ -168,7 +169,7 @@ class Part(NamedTuple):
     flops: Callable[[Any, config.Attention, int], float] | None = None
     rules: tuple[tuple[str, PartitionSpec], ...] = ()
     owned: tuple[str, ...] = ()
-    drawn: tuple[tuple[str, str], ...] = ()
+    kept_constants: tuple[tuple[str, str], ...] = ()
     convert: Callable[..., dict[str, Any]] | None = None
     check: Callable[[config.Model, config.Model], None] | None = None
     features: Callable[[dict[str, Any]], Any] | None = None

@@ -7,7 +7,7 @@ Both maps of a differential head are heads of one call. The second output times 
 then subtracted from the first. cuDNN requires values as wide as keys. In differential
 attention V1 values are wider:
 
-- Values up to `TILE` wide: queries and keys are padded with zeros, for one call.
+- Values up to `KERNEL_WIDTH` wide: queries and keys are padded with zeros; one call.
 - Wider values: they are cut into slices as wide as a key, with one call each.
 
 Both need equally many FLOPs of products, and padding needs fewer exponentials. On an
@@ -36,7 +36,7 @@ from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
-TILE = 128  # head size that cuDNN's kernels are made for
+KERNEL_WIDTH = 128  # head size that cuDNN's kernels are made for
 MOST_PAIRS = 2**29  # in a mask of segments, which takes 1 GiB
 # The implementation of jax.nn.dot_product_attention. Tests set "xla", which runs on all
 # platforms.
@@ -124,7 +124,7 @@ def _both_maps(
         mask = rows[:, None, :, None] == keys[:, None, None, :]
     query = rearrange(query, "b (k g p) t h -> b t (k p g) h", **heads)
     key = jnp.swapaxes(key, 1, 2)
-    if (wider := value.shape[3] - key.shape[3]) and value.shape[3] <= TILE:
+    if (wider := value.shape[3] - key.shape[3]) and value.shape[3] <= KERNEL_WIDTH:
         query, key = (jnp.pad(x, [(0, 0)] * 3 + [(0, wider)]) for x in (query, key))
     attend = partial(
         jax.nn.dot_product_attention,

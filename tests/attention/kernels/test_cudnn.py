@@ -43,7 +43,7 @@ def test_what_is_asked_of_it_is_what_rows_give(
     query, key, value, *lam = single(scored.arrays(T, keys))
     rng = np.random.default_rng(5)
     for width, tile in ((H, 2 * H), (2 * H, 2 * H), (2 * H, H)):
-        monkeypatch.setattr(cudnn, "TILE", tile)
+        monkeypatch.setattr(cudnn, "KERNEL_WIDTH", tile)
         jax.clear_caches()
         value = rng.normal(size=(*value.shape[:3], width)).astype(np.float32)
         given = query, key, value, *lam

@@ -4,7 +4,7 @@
 
 Tests in that file only run with `pytest -m slow`. A test is slow if it takes more than
 0.6 seconds of processor time, setup included. The cheapest case of each function stays
-quick if it takes less than 4 seconds, and so do tests that are marked `always`. Tests
+quick if it takes less than 2.5 seconds, and so do tests that are marked `always`. Tests
 that are marked `slow` in their own file are not listed. Tests that did not run keep
 their line.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).resolve().parent / "slow.txt"
-LIMIT, CHEAPEST = 0.6, 4  # seconds
+LIMIT, CHEAPEST = 0.6, 2.5  # seconds
 KEY = "cpu seconds"
 MARKS = "slow", "always"
 

@@ -542,6 +542,7 @@ def test_packing_by_symjax_and_by_hand_gives_as_many_tokens(tmp_path):
     assert found[0][1] == found[1][1] and not list(tmp_path.iterdir())
 
 
+@pytest.mark.always
 def test_every_model_of_the_answers_is_a_run(tmp_path):
     """train.py takes the words of each model of each question."""
     import answers

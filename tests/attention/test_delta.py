@@ -235,6 +235,7 @@ def test_hidden_tokens_are_as_good_as_absent(kind):
             assert not np.asarray(gradient)[~seen].any()
 
 
+@pytest.mark.always
 @each_kind
 @pytest.mark.parametrize("devices", [2, 5])
 def test_time_split_over_devices_changes_nothing(kind, devices):

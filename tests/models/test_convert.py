@@ -51,6 +51,7 @@ def converted(source, target):
     return scores(source, before), scores(target, after), before, after
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("source", "target"),
     [

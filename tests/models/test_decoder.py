@@ -185,6 +185,7 @@ QUICK += [
 SLOW = [choice for choice in COMBINATIONS + OPTIONS if choice not in QUICK]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "choice",
     [*QUICK, *(pytest.param(choice, marks=pytest.mark.slow) for choice in SLOW)],

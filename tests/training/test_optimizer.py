@@ -299,6 +299,7 @@ def layer_of(**changes):
     return jax.tree.map(lambda x: jnp.full(x.shape, 0.5), params)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("name", "differential", "version"),
     [*((name, "v2", 2) for name in NAMES), ("muon", "v2", 1), ("muon", "v1", 2)],

@@ -255,6 +255,7 @@ def test_bfloat16_computes_and_float32_remembers(scan_layers):
     np.testing.assert_allclose(losses, expected, rtol=0, atol=0.03)
 
 
+@pytest.mark.always
 def test_weights_and_moments_are_split_over_the_mesh():
     mesh = make_mesh(config.Mesh(data=1, fsdp=4, tensor=2))
     program = compile_program(OPTIONS, mesh)

@@ -39,6 +39,7 @@ def test_a_lonely_token_sees_itself():
     score_laws.a_lonely_token_sees_itself(MECHANISMS["differential_v2"])
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_rows_and_whole_agree(name):
     """Outputs and gradients, with all options, and with more keys than queries."""

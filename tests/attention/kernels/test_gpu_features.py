@@ -103,6 +103,7 @@ ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 SEEN = {"all": (), "mask": ("mask",), "both": ("mask", "segment_ids")}
 
 
+@pytest.mark.always
 @ALL
 @pytest.mark.parametrize("names", SEEN.values(), ids=SEEN)
 def test_it_equals_the_scan(names, form):

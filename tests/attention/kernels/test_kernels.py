@@ -173,6 +173,7 @@ def check(kind, sizes, options, tolerance=1e-5, dtype=np.float32, **more):
     return actual, wanted
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_and_its_gradients_equal_the_definition(name):
     check(*CASES[name])

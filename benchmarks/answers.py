@@ -157,7 +157,7 @@ LAWS = "softmax log_n learned_log_n distance fox entmax adaptive_entmax"
 QUESTIONS = {
     "symmetry": {
         "text": Part(f"{REPAIRS} grouped_symmetric kv qkv", "symmetry,self_share"),
-        "mqar": Part(f"{REPAIRS} differential", "mqar"),
+        "mqar": Part(f"{REPAIRS} differential", "mqar,order"),
         "sort": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "digits": Part("softmax symmetric pairwise differential_symmetric kv qkv"),
@@ -166,7 +166,7 @@ QUESTIONS = {
         "text": Part(
             "softmax differential differential_v2 grouped gate sink softpick symmetric "
             "differential_symmetric",
-            "spectrum,noise,outliers,entropy,self_share,support,gradients",
+            "spectrum,rank,noise,outliers,entropy,self_share,support,gradients",
         ),
         "needle": Part(
             "softmax differential differential_wide differential_v2 gate",

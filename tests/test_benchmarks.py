@@ -542,6 +542,27 @@ def test_packing_by_symjax_and_by_hand_gives_as_many_tokens(tmp_path):
     assert found[0][1] == found[1][1] and not list(tmp_path.iterdir())
 
 
+def test_crossover_lengths_of_an_earlier_call_are_not_measured_again(
+    monkeypatch, tmp_path, capsys
+):
+    from benchmarks import crossover
+
+    measured = []
+
+    def compare(options, length):
+        measured.append((options.model.attention.mechanism, length))
+        return [("prefill", length, 9.0, length / 200, 1.0, 1.0)]
+
+    monkeypatch.setattr(crossover, "compare_with_softmax", compare)
+    words = ["--out", str(tmp_path), "--models", "linear,delta"]
+    crossover.main([*words, "--lengths", "400"])
+    crossover.main([*words, "--lengths", "100,400"])
+    assert measured == [(x, n) for n in (400, 100) for x in ("linear", "delta")]
+    assert "prefill, delta: faster from 200 tokens" in capsys.readouterr().out
+    assert (tmp_path / "prefill.png").exists()
+    assert len((tmp_path / "crossover.csv").read_text().splitlines()) == 5
+
+
 @pytest.mark.always
 def test_every_model_of_the_answers_is_a_run(tmp_path):
     """train.py takes the words of each model of each question."""

@@ -95,24 +95,23 @@ class Checkpoints:
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Start to save a checkpoint in the background.
 
-        Waits for the save before it, and for the arrays. On return the caller may
+        First waits for the previous save, and for the arrays. On return the caller may
         donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
-        checkpoints are unharmed, and `wait` raises the error. If the next `save` finds
-        the error first, a run of one process prints it and continues, and a run of
-        several processes raises it.
+        checkpoints are unharmed, and the next call of `wait` raises the error. If
+        `save` is called before `wait`, a run of one process only prints the error, and
+        a run of several processes raises it.
 
-        If the last `restore` did not restore the newest checkpoint, the checkpoints
-        after the restored one are deleted, since the run continues from that one: the
-        checkpoint with the number `step` at once, the others after this save.
+        If the last `restore` did not restore the newest checkpoint, the later ones are
+        deleted: one that has the number `step` at once, the others after this save.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
-            meta: values that JSON can hold.
+            meta: dict of values that JSON can hold.
         Raises:
             ValueError: the step or a later one exists already, two leaves have one
-                name, or `keep` was None.
+                name, or `keep` is None.
         """
         if self._manager is None:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")
@@ -235,9 +234,9 @@ class Checkpoints:
     def _candidates(self, step: int | None, best: bool) -> list[int]:
         """Return the steps in the order in which to try them until one is whole.
 
-        Without `best` the newest comes first. With `best` the steps whose loss cannot
-        be read come first, so that they are reported as damaged, since one of them may
-        have been the best. The step with the least loss follows.
+        Without `best` the newest comes first. With `best` the step with the least loss
+        comes first. Steps whose loss cannot be read precede it: one of them may have
+        been the best, and trying them reports them as damaged.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")

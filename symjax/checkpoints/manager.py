@@ -146,12 +146,11 @@ class Manager(ocp.CheckpointManager):
         super().__init__(directory, options=options)
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False: only `Interrupts` asks jax about preemption.
+        """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        `Interrupts` calls jax once after each step with the number of the call, and all
-        processes agree on the number at which they stop. In each save Orbax would call
-        jax with the number of the step instead. The processes could then agree on a
-        number that is past or far ahead, and would stop never or much too late.
+        `Interrupts` numbers its questions, and jax makes all processes stop at the same
+        number. Orbax would ask too, with the number of the training step. The processes
+        could then agree on a number that `Interrupts` has passed or reaches much later.
         """
         return False
 

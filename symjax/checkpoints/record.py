@@ -3,12 +3,13 @@
     <step>/<item>        one Orbax item for each tree: params, constants, optimizer
     <step>/meta          JSON: step, the caller's meta, type and checksum of every array
 
-Orbax restores a flipped bit silently. So every array has a checksum, computed on the
+Orbax does not notice a flipped bit. So every array has a checksum, computed on the
 device before the save and after the restore, and meta has a checksum too.
 
 Trees are stored as nested dicts of arrays. NamedTuples become dicts with their fields
 as keys, and lists become dicts with positions as keys. No Python objects are stored.
-meta may hold source text (`symjax.imports`), which is not run here.
+meta may hold the source text of a user's mechanism (`symjax.imports`); this module does
+not run it.
 """
 
 from __future__ import annotations

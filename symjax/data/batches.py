@@ -1,9 +1,8 @@
-"""Batches: row number → window of the packed text, with no state in between.
+"""Rows of batches: windows of the packed text, chosen by the numbers of the rows.
 
-Training rows are numbered from 0 on: step s (from 0) has the rows s · B to
-(s + 1) · B − 1. Each row is a pure function of its number and the seed. So a run
-resumes from its step alone, every step costs the same, and each process reads only its
-own rows of the global batch.
+Training rows are numbered from 0 on. With B rows a batch, step s (from 0) has the rows
+s · B to (s + 1) · B − 1. Each row is a pure function of its number and the seed, so a
+resumed run needs only its step, and each process reads only its own rows.
 
 `Examples` is what a run knows about its data. `training_windows` and `heldout_windows`
 make the rows of a text.
@@ -169,12 +168,13 @@ def training_windows(
 
     The text is cut into windows of length + 1 tokens, which begin `length` tokens
     apart. An epoch shows every window once, in a pseudo-random order. Each epoch has
-    another order and another shift of the cuts. So every token is a target once per
-    epoch, with two exceptions: up to two windows of tokens at the ends of the text; and
-    the first token of each document, if documents are separate and share no separator.
-    A batch may begin in one epoch and end in the next.
+    another order and another shift of the cuts. A batch may begin in one epoch and end
+    in the next. Every token is a target once per epoch, with two exceptions:
 
-    Time O(rows · length) for any row numbers.
+    - up to two windows of tokens at the ends of the text, of each source of a mixture,
+      and of each shard of a stream;
+    - the first token of each document, if documents are separate and share no
+      separator.
 
     Args:
         numbers: int64 [B], counted from the first row of the first step.
@@ -212,8 +212,8 @@ def training_windows(
 def windows_in(size: int, length: int) -> int:
     """Number of windows of length + 1 tokens per epoch of a text of `size` tokens.
 
-    It is one fewer than fits, so that there is room for any shift below `length`. A
-    text with room for only one window has one.
+    It is one less than the number that fits, so that all windows can be shifted by less
+    than `length` tokens. If only one window fits, the number is 1.
     """
     return max(1, (size - 1) // length - 1)
 
@@ -270,11 +270,10 @@ def heldout_windows(
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Return inputs, targets and weights of rows of a held-out text.
 
-    Windows follow each other as in training, without shuffling or shift. So every token
-    is a target once, but for the first token of the text. If documents are separate
-    without a shared separator, the first token of each document is no target either.
-    Weights (float32) are 0 after the end of the text: at the end of the last window,
-    and in rows after it.
+    Windows are those of training, without shuffling or shift. Every token is a target
+    once, except the first token of the text. If documents are separate and share no
+    separator, the first token of each document is no target either. Weights (float32)
+    are 0 after the end of the text, in the last window and in later rows.
 
     Args:
         ends, shared: as in `training_windows`.

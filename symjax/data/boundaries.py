@@ -11,7 +11,7 @@ from typing import NamedTuple
 from symjax.data.tokens import Tokenizer
 
 SEPARATOR = "\0"  # between documents if the tokenizer has no tokens around them
-FORMAT = 2  # format of new packed texts; 1 had no token before the first document
+FORMAT = 2  # format of new packed texts; 1 has no token before the first document
 
 Piece = str | int | None  # a text, a token, or nothing
 
@@ -21,8 +21,8 @@ class Boundaries(NamedTuple):
 
     Attributes:
         first: written before the first document.
-        between: written between two documents; it ends the earlier one.
-        before: written after `between`, as the first token of the later document.
+        between: written between two documents, as the last token of the earlier one.
+        before: written before each document but the first, as its first token.
         after: written after each document, as its last token.
         start: the token before every document, from which a model predicts the first
             token of the document; None if there is no such token.
@@ -38,11 +38,11 @@ class Boundaries(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """Number of tokens that the slice of a source shares with the previous source.
+        """Number of tokens that two neighbouring sources of a mixture share.
 
-        In "end A end B end" of two sources A and B, the slice of A is "end A end" and
-        that of B "end B end": they share one token. With other boundaries slices share
-        no token.
+        In the text "end A end B end" of two sources A and B, source A is "end A end"
+        and source B is "end B end": they share one token. With other boundaries they
+        share none.
         """
         return int(self.shared and self.after is not None)
 
@@ -63,8 +63,8 @@ def boundaries(
 
     In the first three rows one token is shared by two documents: it ends the earlier
     document and begins the later one. A text of one document has nothing before it,
-    unless the tokenizer has a token that begins documents. If a tokenizer without such
-    tokens drops NUL, there are no boundaries.
+    unless the tokenizer has `begin`. If the tokenizer has neither token and cannot
+    encode NUL, there are no boundaries.
 
     Args:
         several: whether the text has several documents.

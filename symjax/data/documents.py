@@ -1,8 +1,8 @@
 """Documents in a row of packed text: the segment id of every token.
 
 A row is a window of the text, so it may begin inside a document and hold several. If
-documents are kept apart, `with_segment_ids` turns the inputs into `SegmentedTokens`.
-Each token then sees only itself and the earlier tokens of its run of equal ids.
+documents are separate (`data.documents`), `with_segment_ids` turns the inputs into
+`SegmentedTokens`. Each token then sees only itself and the earlier tokens with its id.
 """
 
 from __future__ import annotations
@@ -71,14 +71,17 @@ def with_segment_ids(
     numbers = np.stack(
         [_document_numbers(ends, start, length + 1) for start in starts.tolist()]
     )
-    if shared:  # an input belongs to the document of its target
+    if shared:
         return SegmentedTokens(inputs, numbers[:, 1:] - numbers[:, 1:2]), targets
     targets = np.where(numbers[:, 1:] == numbers[:, :-1], targets, NOTHING)
     return SegmentedTokens(inputs, numbers[:, :-1]), targets
 
 
 def _document_numbers(ends: Ends, start: int, count: int) -> np.ndarray:
-    """Number the documents of `count` tokens from place `start`; the first is 0."""
+    """Return the document number of each of `count` tokens from the place `start` on.
+
+    The document of the first token has the number 0.
+    """
 
     def end(index: int) -> int:
         return int(ends[index : index + 1][0])

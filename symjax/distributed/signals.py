@@ -22,15 +22,18 @@ GRACE = 2  # seconds for an orderly end after a second signal
 class Interrupts:
     """Signal handlers of a run, as a context manager.
 
-    One process. The first signal ends the run after the current step, which is saved,
-    or before the first step. A run that waits for a batch saves the last step and ends.
-    A second signal ends the run at once. The last signal is in `received`.
+    With one process, the first signal (SIGINT or SIGTERM) is stored in `received`:
 
-    Several processes. jax handles SIGTERM: it tells all processes, and they agree on
-    the step that they save and end at. SIGINT (Ctrl-C) ends one process at once without
-    a checkpoint, and then the others too.
+    - during a step the run completes the step, saves it and ends;
+    - while the run waits for a batch it saves the last step and ends;
+    - before the first step it ends without a checkpoint.
 
-    Outside the main thread no handlers are installed.
+    A second signal ends the run at once. Outside the main thread no handlers are
+    installed.
+
+    With several processes jax handles SIGTERM. It tells all processes, and they agree
+    on the step that they save and end at. SIGINT (Ctrl-C) ends one process at once,
+    without a checkpoint, and the loss of this process then ends the others.
     """
 
     def __init__(self) -> None:
@@ -64,10 +67,9 @@ class Interrupts:
     def due(self) -> signal.Signals | None:
         """Return the signal that ends the run after this step; None if there is none.
 
-        The result is the same in all processes. All must call this method equally
-        often: at the same places of the program before the first step, and once after
-        every step. With several processes a signal is returned about a second after it
-        was sent.
+        The result is the same in all processes, so all must call this method at the
+        same places of the program. With several processes a signal is returned about a
+        second after it was sent.
         """
         if not is_distributed():
             return self.received

@@ -61,8 +61,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
             numbered by step · batch_size, so a run with another batch_size continues at
             another place of the data.
     Raises:
-        ValueError: bad input; the message is one line. The workdir is unchanged, unless
-            the data can no longer be read after the first step.
+        ValueError: bad input, found before the first step; the message is one line and
+            the workdir is unchanged. Also if the data cannot be read in a later step.
         FloatingPointError: the loss or its gradient is not finite, or the gradient is
             a spike, and the step may not be skipped (see `report`); or the held-out
             loss is not finite when a checkpoint is due.
@@ -241,8 +241,7 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
 
             - the optimizer did not skip the step,
             - or `optimizer.nonfinite` is "stop",
-            - or it is the last of `MOST_SKIPPED` skipped steps in a row, so that the
-              weights themselves must be the cause.
+            - or it is the last of `MOST_SKIPPED` skipped steps in a row.
     """
     values = {name: float(x) for name, x in metrics.items() if name != LAYER_NORMS}
     skipped = run.skips.last_skipped(values["skipped_steps"])

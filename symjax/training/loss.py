@@ -22,13 +22,13 @@ from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
-# Most logits that are computed at once: 256 MiB in float32. Every part reads and writes
-# the gradient of the output layer, so GPUs, which have the memory, take larger parts.
+# Most logits that are computed at once: 256 MiB in float32. GPUs take larger parts:
+# each part reads and writes the gradient of the output layer, so few parts are faster.
 MOST_LOGITS = 2**26
 ON_GPU = 2**28
-# A sum Σ exp(logit) between 1/SAFE_SUM and SAFE_SUM needs no shift. Float32 holds it.
-# Exponentials that underflow are below e⁻⁸⁷ = 1.6e-38: 10⁵ of them are 1.6e-33, and
-# 1.6e-8 of the smallest sum.
+# A sum Σ exp(logit) between 1/SAFE_SUM and SAFE_SUM needs no shift, since float32 holds
+# it. An exponential that underflows is below e⁻⁸⁷ = 1.6e-38. A vocabulary of 10⁵ tokens
+# thus loses less than 1.6e-33, which is 1.6e-8 of the smallest sum.
 SAFE_SUM = 1e25
 SCOPE = "token_losses"  # prefix of these operations in compiled programs
 
@@ -131,7 +131,7 @@ def objective(
     def part(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
         scores, backward = jax.vjp(logits, weights, hidden)
         stored = scores
-        if backend() == "gpu":  # store rounded scores once, for all that reads them
+        if backend() == "gpu":  # store rounded scores once, for all their readers
             stored = jax.lax.optimization_barrier(scores.astype(hidden.dtype))
             scores = stored.astype(scores.dtype)
         shift, total = _exponentials(stored)
@@ -140,7 +140,7 @@ def objective(
         target_score = jnp.take_along_axis(scores, target, axis=-1)
         loss = jnp.where(has_target, jnp.log(total) - (target_score - shift), 0)
         normaliser = jnp.where(has_target, jnp.log(total) + shift, 0)
-        # exp(score − normaliser) would be equal, but add the normaliser's rounding.
+        # exp(score − normaliser) has the same value, but a larger rounding error.
         weight = (1 + 2 * z_loss * normaliser) / total
         gradient = jnp.exp(scores - shift) * weight
         gradient -= jax.nn.one_hot(targets, scores.shape[-1], dtype=scores.dtype)
@@ -164,10 +164,10 @@ def target_count(targets: Int[Array, "*B"]) -> Int[Array, ""]:
 def _exponentials(logits: Float[Array, "B T vocabulary"]) -> tuple[Array, Array]:
     """Return (shift, Σ exp(logit − shift)) of every token [B T 1], at least in float32.
 
-    The shift is 0 if the sums of all tokens are within `SAFE_SUM`, that is, if no
-    normaliser is beyond ±57. A TPU then computes the sums together with the logits.
-    Otherwise the shift of each token is its highest logit, and the logits are read
-    twice more.
+    The shift is 0 if the sums of all tokens are between 1/`SAFE_SUM` and `SAFE_SUM`,
+    that is, if all normalisers are between −57 and 57. XLA for TPUs then fuses the sums
+    with the logits. Otherwise the shift of each token is its highest logit, and the
+    logits are read twice more.
     """
     kind = jnp.promote_types(logits.dtype, jnp.float32)
     total = jnp.exp(logits.astype(kind)).sum(axis=-1, keepdims=True)
@@ -194,7 +194,7 @@ def _sum_over_parts(part: Callable) -> Callable[..., Objective]:
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:
-        # Rounded once: the layer would round them to its inputs' dtype in every part.
+        # Round once: otherwise the output layer rounds its weights in every part.
         rounded = jax.tree.map(lambda x: x.astype(hidden.dtype), weights)
 
         def add(sums: Any, tokens: tuple[Array, Array]) -> Any:

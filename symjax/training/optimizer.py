@@ -4,10 +4,9 @@
 of weights, and an average of the weights (`averaged`). `guarded` wraps the chain and
 skips harmful steps.
 
-The training step runs the optimizer on stacked layers (`Stacks`). The weights of 20
-layers and their moments are hundreds of arrays, and the compiler would fuse and
-schedule one update for each. Stacked, there are as many updates as one layer has
-arrays. States and checkpoints keep the layers separate.
+The training step stacks the arrays of equal layers (`Stacks`) before the update and
+splits them after it. So the compiler has one update for each array of a layer, and not
+one for each array of every layer. States and checkpoints keep the layers separate.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from symjax.training.schedule import schedule
 MEMORY = 0.98  # decay of the running mean of gradient norms: about 50 steps
 MUON_MOMENTUM = 0.95  # Nesterov momentum
 ADAMW_RMS = 0.2  # root mean square of AdamW's updates in units of the learning rate
-ENOUGH = 20  # a gradient norm can be a spike only after so many steps
+ENOUGH = 20  # steps that must be taken before a gradient norm can be a spike
 EMBEDDINGS = ("embedding", "positions", "patches", "head")
 
 
@@ -175,12 +174,10 @@ def guarded(
     """Return an optimizer that skips harmful steps and otherwise does as `transform`.
 
     A step is harmful if the norm of its gradient is not finite. It is also harmful if
-    the norm exceeds `spike` times the running mean over the steps taken, unless `spike`
-    is 0. A skipped step changes only the count of skipped steps: weights, moments and
+    its gradient is a spike: the norm exceeds `spike` times the running mean over the
+    steps taken, and at least `ENOUGH` steps were taken. If `spike` is 0, there are no
+    spikes. A skipped step changes only the count of skipped steps: weights, moments and
     the position in the schedule stay.
-
-    Cost: the norm, which clipping needs too, and one selection per weight and moment,
-    which the compiler fuses with the update.
     """
 
     def init(params: Any) -> Guarded:
@@ -270,7 +267,9 @@ def decays(params: Any) -> Any:
 
     Weights with two axes or more decay: kernels, embeddings, the matrices U of pairwise
     keys and those of the feature maps "hedgehog" and "t2r". Biases, scales, and weights
-    with "norm" or "lambda" in their path do not decay, whatever their shape.
+    with "norm" or "lambda" in their path do not decay, whatever their shape. The λ
+    vectors of differential V1 (such as `lambda_query_1`) and the projection that
+    computes λ in V2 (`lambda_projection`) are among the latter.
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:

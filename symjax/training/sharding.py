@@ -22,9 +22,7 @@ ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
 MOST_DEVICES = 4096  # that a process can simulate
 
 # The first pattern that matches a weight's path gives its axes. * matches any text,
-# including slashes, such as the index of a layer. The rules of `symjax.layers` come
-# between the two tables. `weight_shardings` reads them at each call, since users may
-# add mechanisms with their own rules.
+# including slashes.
 BEFORE_LAYERS = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
@@ -115,16 +113,15 @@ _OPTIONS = {
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Return XLA options for the devices of a mesh.
 
-    On TPUs, weights are gathered before a product. With 32 devices or fewer, XLA would
-    otherwise pass shards of a weight around and add one product for each shard, and
-    each product would read and write the whole result. For the product of 16,384 tokens
-    with a weight [2,048 5,632] on 16 v5e, XLA's compiler estimates 27.8 Mcycles on each
-    device with passed shards, and 2.9 Mcycles after a gather.
+    On TPUs, weights are gathered before a product. Without this option XLA passes the
+    shards of a weight around if there are 32 devices or fewer, and adds up one product
+    for each shard. Each product reads and writes the whole result. For the product of
+    16,384 tokens with a weight [2,048 5,632] on 16 v5e, XLA's compiler estimates 27.8
+    Mcycles on each device with passed shards, and 2.9 Mcycles after a gather.
 
-    On CPUs, Eigen computes products and YNNPACK only sums, since YNNPACK's products of
-    9,600 tokens with weights are slower. With this option a step of gpt or performer at
-    `:3l` takes 0.88 to 0.95 of the time without it, and a step of diff the same time
-    (benchmarks/compiler_options.py).
+    On CPUs, XLA's library YNNPACK computes only sums, and Eigen computes products. With
+    this option a step of gpt or performer at `:3l` takes 0.88 to 0.95 of the time
+    without it, and a step of diff the same time (benchmarks/compiler_options.py).
     """
     return _OPTIONS.get(mesh.devices.flat[0].platform, {})
 
@@ -159,8 +156,8 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     """Return the sharding of every weight of a nested dict, by its rule.
 
-    The rules come from the tables of this file and from `layers.rules`. The first that
-    matches the weight's path decides.
+    The rules are those of `BEFORE_LAYERS`, `symjax.layers.rules()` and `AFTER_LAYERS`,
+    in this order. The first rule that matches the weight's path decides.
 
     Raises:
         ValueError: no rule matches a weight, or an axis of the mesh does not divide

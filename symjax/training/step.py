@@ -53,12 +53,14 @@ class Program(NamedTuple):
     initial(seed) → (State, constants)
     train(state, constants, inputs, targets, key) → (State, metrics); state is donated
     evaluate(params, constants, inputs, targets, weights, key) → (Σ w·loss, Σ w,
-        Σ w·right), sums over the targets of a batch: w are the `weights` of their
-        losses, and right is 1 where the target has the highest logit; a key turns
-        dropout on, None turns it off
+        Σ w·right), sums over the targets of a batch. w are the `weights` of the losses,
+        and right is 1 where the target has the highest logit. A key turns dropout on,
+        None turns it off.
 
     Attributes:
-        state, constants: abstract arrays with shardings.
+        state: abstract arrays of the `State`, with shardings.
+        constants: abstract arrays that are not trained, such as random projections,
+            with shardings.
         separate: whether inputs are `SegmentedTokens`, which have segment ids.
     """
 
@@ -139,15 +141,14 @@ class Steps(NamedTuple):
         """Return a micro-batch's contribution to the losses: (minimised, reported).
 
         Losses and z-losses are sums over targets, divided by the number of targets of
-        the whole batch. Ponder costs are sums over all tokens, divided by the number of
-        tokens of the whole batch.
+        the whole batch. Ponder costs (the number of times that a universal model
+        applies its block to a token) are means over the tokens of the whole batch.
 
         Args:
             count: number of targets of the whole batch.
         """
         model = nnx.merge(self.graph, params, constants)
         hidden = hidden_of(model, inputs, key)
-        # Only universal models have ponder costs.
         ponder = jax.tree.leaves(nnx.pop(model, nnx.Intermediate))
         options, weight = self.options.optimizer, self.options.model.ponder
         # Micro-batches have equally many tokens.
@@ -257,9 +258,9 @@ def _with_threefry_kernel(initial: Callable) -> Callable:
     """Return `initial` with random bits drawn by jax's kernel if it runs on a GPU.
 
     The bits are the same. Without the kernel XLA inlines the generator in every draw,
-    which takes long to compile: 152 s instead of 16 s for 24 layers of a model of 353M
-    parameters (two cores, no GPU). The kernel is used only if the mesh has one device:
-    XLA cannot partition it, so each of several devices would draw all arrays whole.
+    and compiling takes 152 s instead of 16 s for a model of 24 layers and 353M
+    parameters (two cores, no GPU). Call this function only for a mesh of one device:
+    XLA cannot partition the kernel, so each of several devices would draw whole arrays.
     """
     name = "jax_threefry_gpu_kernel_lowering"
 

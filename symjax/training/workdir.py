@@ -20,9 +20,10 @@ LOCK = "lock"
 def locked(workdir: epath.Path) -> Iterator[None]:
     """Make the workdir, and lock it against other runs until the block ends.
 
-    The operating system holds the lock, so a killed process leaves no lock. Folders
-    that were made here and are empty at the end are removed. Reading needs no lock. A
-    bucket has no locks: the lock then keeps out only other runs on this machine.
+    The operating system holds the lock, so a killed process leaves the file `lock`, but
+    holds it no longer. Folders that were made here and are empty at the end are
+    removed. Reading needs no lock. A bucket has no locks: for a run in a bucket, the
+    lock keeps out only other runs on this machine.
 
     Raises:
         ValueError: the workdir cannot be made or written, or another process holds the

@@ -117,8 +117,12 @@ def test_singular_values_are_those_of_the_maps_of_the_model():
         assert row["second"] == pytest.approx(found[1])
         assert row["ratio"] == pytest.approx(found[0] / found[1])
     first, second = finding.figures
-    assert first.log_y and first.series["A₁ − λA₂, layer 0"][1][0] == 1
-    assert len(first.series) == 8 and second.name == "spectrum_similarity"
+    assert list(first.series) == list(first.bands) == names and first.log_y
+    assert first.series["A₁ − λA₂"][1][0] == 1 == first.bands["A₁ − λA₂"][0][0]
+    shares = [row["second"] / row["first"] for row in rows if row["matrix"] == names[2]]
+    low, high = (bound[1] for bound in first.bands["A₁ − λA₂"])
+    assert (low, high) == pytest.approx((min(shares), max(shares)))
+    assert second.name == "spectrum_similarity"
 
 
 def mean_values(matrices):

@@ -114,22 +114,25 @@ def _result(
 
 
 def _spectra_figure(curves: dict[tuple[int, str], list[float]]) -> Lines:
-    """Return the curves of σ/σ₁ of the first, the middle and the last layer."""
-    layers = sorted({layer for layer, _ in curves})
-    shown = {layers[0], layers[len(layers) // 2], layers[-1]}
-    series = {}
-    for (layer, name), curve in curves.items():
-        kept = [x / curve[0] for x in curve if x > SMALLEST * curve[0]]
-        if layer in shown and kept:
-            places = list(map(float, range(1, len(kept) + 1)))
-            series[f"{name}, layer {layer}"] = places, kept
+    """Return the curves of σ/σ₁ by matrix: the median layer, and a band of all."""
+    series, bands = {}, {}
+    for name in dict.fromkeys(name for _, name in curves):
+        layers = [x for (_, other), x in curves.items() if other == name and x[0] > 0]
+        if layers:
+            shares = np.array([np.array(x) / x[0] for x in layers])
+            median = np.median(shares, axis=0)
+            shares, median = (x[..., median > SMALLEST] for x in (shares, median))
+            series[name] = list(map(float, range(1, median.size + 1))), median.tolist()
+            low, high = np.maximum(shares, SMALLEST).min(axis=0), shares.max(axis=0)
+            bands[name] = low.tolist(), high.tolist()
     return Lines(
         "spectrum",
         "number of the singular value",
         "σ / σ₁",
         series,
         log_x=True,
-        title="Singular values relative to the largest, the mean over heads",
+        title="Singular values ÷ the largest: median and range over layers",
+        bands=bands,
         log_y=True,
     )
 

@@ -1,11 +1,12 @@
-"""Differential attention: one map minus λ times another, of any mechanism.
+"""Differential attention: one attention map minus λ times another.
 
     def differential(q, k, v, lam):          # one head: q, k [2 T H], v [T V]; causal
         weights = np.tril(np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])))
         one, two = weights / weights.sum(axis=-1, keepdims=True)
         return (one - lam * two) @ v
 
-For mechanisms without maps, the two outputs are subtracted instead.
+The maps may be those of any mechanism. A mechanism that computes no maps has two
+outputs, which are subtracted: A₁V − λA₂V.
 """
 
 import math
@@ -83,11 +84,10 @@ def differential(
 ):
     """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
-    The 2N heads of query are in (head, branch) order: head n of the output has query
-    head 2n as branch 1, and 2n+1 as branch 2. The 2K heads of key are ordered alike.
-    With grouped heads, K < N, branch 1 of a head uses branch 1 of its key head, and
-    branch 2 uses branch 2. The norm over each head and the factor 1 − λ_init belong to
-    the layer.
+    Output head n has query head 2n as branch 1 and query head 2n + 1 as branch 2. The
+    2K heads of key are ordered alike. If K < N, several output heads share a key head
+    with both its branches. The norm over each head and the factor 1 − λ_init belong to
+    the layer (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):
@@ -98,26 +98,22 @@ def differential(
         value   K          one for each signal key
         output  N          one for each signal query
 
-    With K ≤ N/r, m is K: signal and noise keys take turns, as with r = 1.
-
-    In row blocks a score mechanism subtracts the two maps block by block, and
-    multiplies the difference by the values once. It computes each noise map once. It
-    takes 1.1–1.4 times as long as softmax with the same number of parameters (N heads
-    of twice the size). Kernels and the ring compute two outputs and subtract them. All
-    other mechanisms run once with twice the heads, and the two outputs are subtracted;
-    a recurrence then has a state per branch. Kernels and mechanisms without scores
-    repeat a noise head for each signal head of its group, so they cost as much as with
-    r = 1.
+    Cost. Score mechanisms in row blocks subtract the two maps and multiply the
+    difference by the values once. This takes 1.1–1.4 times as long as softmax with the
+    same number of parameters (N heads of twice the size). Kernels, the ring and
+    mechanisms without scores compute two outputs and subtract them; a recurrence has a
+    state per branch. Row blocks compute a shared noise map once. All others compute it
+    for each of its r heads, so they cost as much as with r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].
         signals: r, number of signal heads before each noise head.
         attend: a mechanism with the arguments (query, key, value, **options). If it
             returns (output, state), so does this function.
-        options: options of `attend`. A mask or bias has one head per noise head [N/r],
-            or one for all; alibi and sink have one number per noise head. log_decay
-            and beta have one number per token and head of `key`; mechanisms without
-            scores take log_decay and beta only if K ≤ N/r, so that key has 2K heads.
+        options: options of `attend`. A mask or bias has N/r heads, one per noise head,
+            or one head for all. alibi and sink have N/r numbers. log_decay and beta
+            have one number per token and head of `key`. For a recurrence they need
+            K ≤ N/r.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

@@ -47,32 +47,32 @@ class Mechanism(NamedTuple):
 
     A score mechanism has one function, with the option `is_causal`, and decodes with
     cached keys and values. A recurrence also has a causal form, a step and an empty
-    state. Each of them takes those options that it needs: `chunk_size`, for instance,
-    is an option of the causal form alone.
+    state. Each function takes only the options that it needs: only the causal form
+    takes `chunk_size`.
 
     Attributes:
-        attend: attention to all keys; the causal form if there is no other.
+        attend: attention to all keys. A mechanism that is always causal has its causal
+            form here too.
         causal: attention of each token to itself and its past, or None.
         step: the causal form for one more token, or None.
         state: the empty state of the recurrence, or None.
-        options: keywords that a key of model.attention or other code of the library
-            sets.
-        own: further keywords, declared with type, default and meaning. Their keys are
+        options: keywords that the library sets, most of them from the key of
+            model.attention with the same name.
+        own: further keywords, with their `Option`. A run sets them by
             model.attention.options.NAME. All functions of the mechanism take all of
-            these. A score mechanism declares them in `ScoreMechanism.own` instead.
+            them. A score mechanism declares them in `ScoreMechanism.own` instead.
         choices: option → the values that it may have. For features, `symjax.layers`
             adds learned feature maps.
         operands: names of arrays besides query, key and value.
         required: operands that have no default.
-        is_causal: whether `attend` takes the argument `is_causal`. It does not say
-            whether the mechanism can be causal: it is False for all that are causal by
-            `causal` alone, such as performer, decay and delta.
+        is_causal: whether `attend` takes the argument `is_causal`. Performer, decay and
+            delta do not take it; their causal form is `causal`.
         bidirectional: whether a token may attend to later tokens.
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
         lengths: whether the numbers of keys and queries may differ.
-        segments: whether it takes `segment_ids`; if it has a causal form, whether that
-            form does.
+        segments: whether its causal form takes `segment_ids`, or `attend` if it has no
+            causal form.
         keys: whether its functions take an argument `key`; otherwise the queries are
             the keys.
         gated: whether it replaces a whole block: it cannot be chosen for an attention
@@ -80,8 +80,8 @@ class Mechanism(NamedTuple):
         kernel: whether a kernel for TPUs or GPUs computes some of its calls.
         sparse: whether a weight may be exactly zero.
         time, memory: operations per head for T tokens, and numbers per head that are
-            stored to decode. Letters are those of the shapes; a group has G tokens, a
-            chunk C.
+            stored to decode. The letters are those of `symjax.attention`; a group has G
+            tokens, a chunk C.
     """
 
     attend: Callable
@@ -117,7 +117,7 @@ class Mechanism(NamedTuple):
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
-# The entry of softmax without its kernels: `_replace` makes another score mechanism.
+# Entry of a score mechanism without kernels; `_replace` changes what differs.
 SCORED = Mechanism(
     softmax,
     options=(
@@ -228,8 +228,7 @@ TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "features": (PLAIN, RANDOM_FEATURES),
     "decay": (LOG_DECAYS,),
 }
-# Names of symjax itself, without those of users: this file is imported before any file
-# of a user.
+# The names above, without those that users add to the tables later.
 BUILT_IN = {
     kind: frozenset(name for table in tables for name in table)
     for kind, tables in TABLES.items()
@@ -237,10 +236,7 @@ BUILT_IN = {
 
 
 def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
-    """Return the columns of `table` for one mechanism.
-
-    A mechanism refuses arguments that it does not take, naming them.
-    """
+    """Return the columns of `table` for one mechanism."""
     return {
         "causal": mechanism.is_causal or mechanism.causal is not None,
         "bidirectional": mechanism.bidirectional,
@@ -260,9 +256,8 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 def table() -> str:
     """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    `symmetric` and `differential` take any mechanism with the arguments (query, key,
-    value), so not `flash` and `matrix_function`. They have its capabilities, except
-    that `symmetric` has no grouped heads.
+    `symmetric` and `differential` have no rows. They apply to every mechanism with the
+    arguments (query, key, value): to all but flash and matrix_function.
     """
     names = capabilities(SCORED)
     rows = [("mechanism", *names, "time per head", "memory to decode")]

@@ -38,12 +38,9 @@ softmax = ScoreMechanism(
     softmax_weights,
     """Scaled dot-product attention, softmax(q·k·scale + bias) V, in blocks of rows.
 
-    The gradients of the scores of a row add up to zero, so the mean of the keys cancels
-    in the gradient of the query. In bfloat16 the gradients of scores are rounded before
-    they are multiplied by the keys. Then the mean does not cancel, and the gradient of
-    the query has a relative error of about 1e-3 · (size of the keys) / (size of their
-    differences): 1.5 % if keys differ by a tenth of their size, 12 % if they differ by
-    a hundredth.
+    In bfloat16 the gradient of the query loses precision if the keys of a row are
+    nearly equal. Its relative error is 1.5 % if the keys differ by a tenth of their
+    size, and 12 % if they differ by a hundredth.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1.
     """,

@@ -56,11 +56,9 @@ def platforms() -> frozenset[str]:
 def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
     """Call the form of a function for the platform of the traced program.
 
-    Use it instead of `jax.lax.platform_dependent`, which traces all forms. This
-    function traces only the forms for `platforms()`: one form on a machine that has
-    only CPUs. If several forms are possible, `platform_dependent` chooses when the
-    program is lowered. Inside each form, `platforms()` returns only its own platforms,
-    so that a nested call traces no form that cannot run.
+    `jax.lax.platform_dependent` would trace all forms. This function traces only the
+    forms for `platforms()`. If there are several, `platform_dependent` chooses one when
+    the program is lowered; inside each form `platforms()` returns only its own.
 
     Args:
         default: form for all platforms without one in `forms`.
@@ -116,9 +114,10 @@ def on_tpu() -> bool:
 
 
 def on_cuda() -> bool:
-    """Return whether the devices of the mesh, or here, are NVIDIA GPUs with bfloat16.
+    """Return whether the devices are NVIDIA GPUs with bfloat16 tensor cores.
 
-    Tensor cores multiply bfloat16 from compute capability 8.0 on.
+    These have compute capability 8.0 or higher. The devices are those of the mesh, or
+    of this machine.
     """
     if backend() != "gpu":
         return False
@@ -144,7 +143,8 @@ def on_hopper() -> bool:
 def on_one_device() -> bool:
     """Return whether XLA cannot split arrays over devices.
 
-    There is one device, or every axis of the mesh is manual or has one device.
+    Without a mesh: whether this machine has one device. With a mesh: whether each of
+    its axes is manual (inside `jax.shard_map`) or has one device.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# A row that sees a key has underflowed if Σ |terms of its denominator| is below
-# UNDERFLOW · exp(shift). The shift is the largest exponent of a term over all keys of
-# the state and the chunk, also of keys that the row does not see. 1e-20 is e⁻⁴⁶.
+# Denominators of rows are divided by exp(shift): the shift of a row is the largest
+# exponent among all keys of its chunk and of the state, also those that the row does
+# not see. If Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has
+# underflowed.
 UNDERFLOW = 1e-20
 
 
@@ -73,26 +74,24 @@ class Features(NamedTuple):
     Attributes:
         query, key: (array [… H], parameters) → LogFeatures [… M]. They act on the last
             axis only. Both have an amplitude, or neither; the same for exponents. The
-            query may lack a factor that all its features share, because a factor of a
-            row cancels in the ratio.
-        pairs: (einsum, φ(q), φ(k), divisor) → φ(q)·φ(k) / divisor of all pairs, for
-            maps whose features change sign: their sum over features loses digits, and
-            this function computes the weight from their sources. The divisor is the
+            query may lack a factor that all its features share, since it cancels in the
+            division by the denominator.
+        pairs: (einsum, φ(q), φ(k), divisor) → weights φ(q)·φ(k) / divisor of all pairs,
+            computed from the sources of the features. Maps whose features change sign
+            need it, because the sum over features would lose digits. The divisor is the
             number by which `Normalised.prepare` has divided φ(q). None for other maps.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative: H → n: the first n features of a key are never negative. "squared"
-            has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). The
-            sums of these features weigh the mean of the values, relative to which
-            `recurrent.cancellation` reads a state. Set it if features change sign but
-            no pair has a negative weight. None: states are read directly.
-        centred: (φ(q), φ(k)) → features shifted by the mean of all keys. Their products
-            are the same and cancel less. Only bidirectional attention can use them,
-            since it knows all keys. The first feature of a key is 1, so that its sum
-            is the number of keys.
+            has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
+            it if features change sign but no pair has a negative weight. Then
+            `recurrent.cancellation` reads a state relative to a mean of the values, in
+            which the weight of a key is the sum of its n features.
+        centred: (φ(q), φ(k)) → other features with the same products, which cancel less
+            because they are shifted by the mean of all keys. Only bidirectional
+            attention can use them, since it knows all keys. The first feature of a key
+            is 1.
         bounded: whether no |feature| exceeds 1 and no pair has a negative weight, as in
-            cosine. GPU kernels take such maps even if features change sign: a weight
-            has an error of at most 2⁻¹⁰ in TF32, and rows whose mean weight is below
-            this become 0.
+            cosine. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: the signs s of features exp(s w·x √scale + offset) of random rows

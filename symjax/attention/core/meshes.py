@@ -1,7 +1,7 @@
 """Functions that run on any mesh: shardings, axes of type Explicit and Manual, vmap.
 
 `on_any_mesh` decorates engines: it compiles them, and turns mesh axes of type Explicit
-into Auto inside them. The other functions help it, and the loops of engines.
+into Auto inside them.
 """
 
 import inspect
@@ -42,10 +42,10 @@ def vary_alike(tree: Any) -> Any:
 def batched_alike(tree: Any) -> Any:
     """Return the same values, such that `jax.vmap` batches all arrays or none.
 
-    Results of `jax.custom_vjp` need this under `vmap`. If some results are batched and
-    one is not, jax 0.10 and 0.11 count the cotangent of that one B times, with B
-    examples. So each array is made to depend on all of them, by a `jnp.where` whose
-    condition is never True. XLA removes the operations that this adds.
+    A function with `jax.custom_vjp` needs it for its results. If `vmap` over B examples
+    batches some results and not others, jax 0.10 and 0.11 give the others B times their
+    gradient. Here each array depends on all arrays, by a `jnp.where` whose condition is
+    always False. XLA removes the added operations.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):
@@ -96,9 +96,9 @@ def on_any_mesh(
     Args:
         static: names of the first arguments, which are static.
         specs: tokens → the shardings of the results.
-        inline: inside another program, trace the function into that program instead of
-            making it a function that is called. XLA (jaxlib 0.11) crashes on a call in
-            a `jax.shard_map` whose gradient contains cuDNN's attention.
+        inline: `jax.jit`'s argument `inline`. XLA (jaxlib 0.11) crashes in a
+            `jax.shard_map` on the gradient of a function that calls cuDNN's attention
+            and is not inlined.
     """
 
     def decorate(function: Callable) -> Callable:

@@ -30,11 +30,11 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Adjustment(NamedTuple):
-    """Learned changes of scores. Kernels support none of them, the ring no `length`.
+    """Learned changes of scores. Kernels refuse them; the ring refuses `length` alone.
 
     Attributes:
-        row_decay, key_decay: sums of the log-decays up to each row and each key; the
-            score of a pair falls by the absolute value of their difference.
+        row_decay, key_decay: sums of the log-decays up to each row and up to each key.
+            The absolute value of their difference is subtracted from the score.
         sink: logit of one more key without a value, which every row sees.
         length: slope and power of a factor of each row, see `lengths.adaptive_scale`.
     """
@@ -57,8 +57,7 @@ class Adjustment(NamedTuple):
 class Operands(NamedTuple):
     """Arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
-    Heads come before time, so that a block is a product of plain matrices. That is 3 to
-    11 % faster on a CPU.
+    Heads come before time: that is 3 to 11 % faster on a CPU.
     """
 
     query: Float[Array, "B Nq T H"]
@@ -79,8 +78,8 @@ class Operands(NamedTuple):
     def branch(self, index: int, signals: int) -> "Operands":
         """Return the operands of one branch of all differential heads.
 
-        Branch 0 has the signal heads and their keys, branch 1 the noise heads and
-        theirs. Both have all values and λ.
+        Branch 0 has the signal heads and their keys, branch 1 the noise heads and their
+        keys. Both have all values and λ.
 
         Args:
             signals: number of signal heads before each noise head.
@@ -159,7 +158,7 @@ class Operands(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """Static settings of one call of a score mechanism. Each value compiles a program.
+    """Static settings of one call of a score mechanism.
 
     Attributes:
         weights: function that computes the weights of rows from their scores.
@@ -219,10 +218,10 @@ def in_pairs(x: Array, signals: int, *, axis: int = 2) -> Array:
 
 
 def rows_spec(operands: Operands) -> P:
-    """Return the sharding of output rows, which is that of the queries.
+    """Return the sharding of output rows: that of the queries.
 
-    If the branches of a head make one output head (`lam`), heads are sharded as in the
-    values.
+    With `lam` there are fewer output heads than query heads; they are sharded as the
+    heads of the values.
     """
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:

@@ -23,10 +23,10 @@ def _einsum(
 ) -> Array:
     """Return `jnp.einsum(spec, *arrays)`.
 
-    On a CPU the axes B and K become one axis, and so do G and T, if the two are
-    adjacent in all terms that have one of them, and no mesh may split them. Otherwise
-    XLA's compiler for CPUs would transpose the operands of products with two batch
-    axes, and recompute these operands. Call this function inside `on_any_mesh`.
+    On a CPU the axes b and k of `spec` are merged into one, and so are g and t:
+    with two batch axes XLA's compiler for CPUs transposes and recomputes the operands.
+    Two axes are merged if they are adjacent in every term that has one of them, and no
+    mesh may split them. Call this function inside `on_any_mesh`.
 
     Args:
         cuda: algorithm of NVIDIA GPUs, in place of `precision`.
@@ -47,8 +47,8 @@ def _separate_einsum(
 ) -> Array:
     """Return a product that XLA does not combine with another one.
 
-    XLA would combine two products with a common operand into one, and has no code for
-    some sizes of the result.
+    XLA for GPUs would combine two products with a common operand into one, and fails
+    for some sizes of the result.
     """
     separate = map(jax.lax.optimization_barrier, arrays)
     return jnp.einsum(spec, *separate, precision=precision)

@@ -1,12 +1,11 @@
 """Time split over an axis of a mesh in a `jax.shard_map`, and segments of time.
 
 All devices hold parts of time of the same length, in the order of the axis. Score
-mechanisms need the keys of the other parts. Recurrences need only the state after the
-parts before, and none of their keys.
+mechanisms need the keys of other devices. Recurrences need only the state after the
+tokens of the devices before.
 
-The gradients of a loss of all outputs must equal those without a split. Therefore
-nothing here sums over devices by `psum`. In a `jax.shard_map` its gradient is the sum
-of the gradients of all devices, which is too large by the number of devices.
+Nothing here uses `psum`: in a `jax.shard_map` its gradient is a sum over devices, too
+large by their number.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """
@@ -78,12 +77,12 @@ def around_ring(
     local: Any,
     moving: Any,
 ) -> tuple[Any, Any]:
-    """Pass arrays around the ring of devices, so that each device gets those of all.
+    """Pass arrays around the ring of devices; return (local, moving) after n turns.
 
-    Every turn computes (local, moving) ← meet(local, moving, source) on each device,
-    with the index `source` of the device that `moving` began on. Then each device
-    passes `moving` on to the next. With n devices there are n turns and n − 1 passes.
-    At the end `moving` is on the device before the one it began on.
+    In each turn every device computes (local, moving) = meet(local, moving, source),
+    where `source` is the index of the device that these moving arrays began on. Between
+    turns each device passes `moving` to the next device. With n devices there are n
+    turns and n − 1 passes. At the end `moving` is one device before where it began.
     """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 

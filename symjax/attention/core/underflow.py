@@ -1,15 +1,15 @@
 """Rows of output that underflow in a chunk, computed again.
 
-In a chunk all rows share the highest exponent of its keys (`recurrent/normalised.py`),
-so that the weights of pairs are one matrix product. A row underflows if its denominator
-falls below 1e-20 = e⁻⁴⁶, because a feature of a later key of the chunk is that much
-larger than the features of the keys that the row sees.
+In a chunk all rows divide a feature by its maximum over all keys of the chunk, so that
+the weights of pairs are one matrix product (`recurrent/normalised.py`). A row
+underflows if a later key has features more than e⁴⁶ times larger than those of the keys
+that the row sees: then the denominator of the row is below 1e-20.
 
-`recompute_underflow` computes the rows of a chunk in this way, and then replaces the
-rows that underflowed by rows of a second function. For `Normalised` the second function
-is `exact_rows`: each row has the highest exponent of the keys that it sees, and each
-pair takes one exponential per feature. For GPU kernels it is their fallback in XLA. TPU
-kernels do not use this file: they contain their own second computation.
+`recompute_underflow` replaces the rows that underflowed by rows of a second function.
+For `Normalised` that is `exact_rows`, where each row divides by the largest feature of
+the keys that it sees, and each pair takes one exponential per feature. For GPU kernels
+it is their fallback in XLA. TPU kernels do not use this file: they contain their own
+second computation.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,6 @@ from symjax.attention.core.feature_maps import LogFeatures, finite
 from symjax.attention.core.meshes import RARE, batched_alike
 from symjax.attention.core.selection import where
 
-# Plain einsum: rows that underflow are too rare for the CPU form of
-# `core.products.einsum`.
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -38,9 +36,9 @@ def recompute_underflow(
 ) -> Any:
     """Return the rows of `fast`, and those of `exact` where a row underflowed.
 
-    The other rows are bitwise those of `fast`, so that no example depends on whether a
-    row of another example underflowed. `exact` runs in a `jax.lax.cond`, once forward
-    and once backward, and only if a row underflowed.
+    The other rows are bitwise those of `fast`, so that no example depends on another
+    one. `exact` runs in a `jax.lax.cond`, once forward and once backward, and only if a
+    row underflowed.
 
     Args:
         fast: (visibility, inputs) → (rows, underflowed), with a bool for each row.
@@ -124,7 +122,7 @@ def exact_rows(
 
     Args:
         read: (weights for the state, shift, weights of pairs, values) → rows.
-        running_max: that of the state before the chunk.
+        running_max: the largest exponents of the keys in the state before the chunk.
         query, key: features [B K G T M] and [B K T M].
         pairs: the keys that a row sees.
         reaches: the rows that see the state; None: all.

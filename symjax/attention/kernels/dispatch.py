@@ -1,15 +1,15 @@
 """Dispatch: the choice of a kernel for a call, or of its fallback in XLA.
 
-A kernel computes one family of mechanisms on one platform. `KERNELS` lists them. Calls
-of softmax have the family "softmax"; other score mechanisms have no kernel. A call of a
-recurrence has the family that the recurrence's attribute `kernel` names. The first
-kernel of the family that passes all of these tests computes the call:
+A kernel computes one family of mechanisms on one platform. `KERNELS` lists the kernels
+of each family. Softmax is the family "softmax"; other score mechanisms have no kernel.
+The family of a recurrence is its attribute `kernel`. The first kernel of the family
+that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
 2. XLA does not split the arrays over devices, since it cannot split a kernel: the
-   machine or the mesh has one device, or the call is inside `jax.shard_map`, as calls
-   of layers under larger meshes are.
+   machine or the mesh has one device, or the call is inside `jax.shard_map`. Layers
+   call mechanisms inside one if the mesh has several devices (`symjax.layers.sharded`).
 3. The call has at least 128 query rows.
 4. The kernel supports the arguments: its `refusal` returns None.
 
@@ -34,14 +34,13 @@ These calls use no kernel, and do not call this module:
 - linear attention of encoders (`recurrent.bidirectional`).
 
 If one program is lowered for several platforms, the kernel computes the call on its own
-platform and the fallback on the others. `implementation=` of softmax may also name a
-kernel. Then `run_named` skips tests 1 to 3, and raises where test 4 fails. That of
-decay_causal and delta_causal names a kernel of `OF_RECURRENCES`, which no other call
-runs.
+platform and the fallback on the others.
 
-A module of a kernel is imported when a call first uses it. A machine without
-accelerators imports one only if `implementation=` names it, or if it compiles for
-devices that are not there. Mosaic GPU is only needed on machines that run its kernels.
+`implementation=` of softmax may name a kernel. Then `run_named` skips tests 1 to 3, and
+raises an error if test 4 fails. `implementation=` of decay_causal and delta_causal may
+name a kernel of `OF_RECURRENCES`, which runs only in this way.
+
+The module of a kernel is imported when a call first tries the kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,10 +56,10 @@ from symjax.attention.core.products import TILE
 
 
 class Kernel(Protocol):
-    """A kernel with the static half of a call: a recurrence or `ScoreSettings`.
+    """A kernel. It holds the static settings of a call, and is hashable.
 
-    It is hashable. Its methods take the arrays of a call: `Operands` of scores, or the
-    `Tokens` and parameters of a recurrence.
+    The settings are a recurrence or `ScoreSettings`. Methods take the arrays of the
+    call: `Operands` of scores, or the `Tokens` and parameters of a recurrence.
     """
 
     def refusal(self, *arrays: Any) -> str | None:
@@ -70,15 +69,15 @@ class Kernel(Protocol):
     def attend(self, *arrays: Any) -> Array:
         """Return the rows of the call.
 
-        The last argument is the fallback, which computes the same rows in XLA. The GPU
-        kernels of features use it for rows that underflow, the TPU kernels for the
-        gradient of the projection.
+        The last argument is the fallback, which computes the same rows in XLA. GPU
+        kernels of features use it for rows that underflow. TPU kernels of features use
+        it for the gradient of the projection.
         """
         ...
 
 
 class KernelSource(NamedTuple):
-    """The class of a kernel, imported when it is first called.
+    """Source of a kernel: its class, imported when a call first tries it.
 
     Attributes:
         module: its module in `symjax.attention.kernels`.
@@ -90,16 +89,16 @@ class KernelSource(NamedTuple):
     implementation: str | None = None
 
     def __call__(self, static: Any) -> Kernel:
-        """Return the kernel with the static half of a call."""
+        """Return the kernel with the static settings of a call."""
         module = import_module(f"symjax.attention.kernels.{self.module}")
         return getattr(module, self.class_name)(static)
 
 
 class RepeatedNoise(NamedTuple):
-    """Kernel of differential attention with a copy of the noise head per signal head.
+    """Kernel of grouped differential attention, made of a kernel for pairs of maps.
 
-    A kernel computes pairs of maps, one of a signal head and one of a noise head. If r
-    signal heads share a noise head, it computes the map of the noise head r times.
+    If r signal heads share a noise head, the noise head is repeated for each of them,
+    and its map is computed r times.
     """
 
     kernel: Kernel
@@ -145,8 +144,7 @@ NAMED: dict[str, Callable[[Any], Kernel]] = {
     for kernel in kernels
     if kernel.implementation is not None
 }
-# Values of `implementation=` of decay_causal and delta_causal → kernels for GPUs that
-# only these calls run.
+# Values of `implementation=` of decay_causal and delta_causal → kernels for GPUs.
 OF_RECURRENCES = {"jla": KernelSource("gpu.jla", "Jla")}
 # Former names of implementations, which configurations and calls may still use.
 ALIASES = {"fused": "tpu", "hopper": "gpu_differential"}
@@ -230,7 +228,7 @@ def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:
 
 
 def _sources(family: str | None) -> Iterator[tuple[str, KernelSource]]:
-    """Yield the kernels of a family that pass tests 1 and 2, and their platforms."""
+    """Yield (platform, kernel) for the kernels of a family that pass tests 1 and 2."""
     if family is not None and on_one_device():
         for platform, present in PLATFORMS.items():
             if present():

@@ -24,15 +24,15 @@ from symjax.attention.core.sequence import gather
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.arguments import ScoreArguments
 
-# A smaller log-decay counts as this one. Sums of smaller ones would lose the digits of
-# later gates, and the difference of two sums of −∞ is NaN.
+# The least log-decay: smaller ones count as this one. Otherwise the sum would lose the
+# digits of later gates, and with −∞ the difference of two sums would be NaN.
 CLOSED = -1e4
 
 
 def adjustment_of(
     arguments: ScoreArguments, visibility: Visibility, dtype: Any
 ) -> Adjustment | None:
-    """Return the changes of scores that a call asks for, with an entry per query head.
+    """Return the learned changes of scores in a call, or None if there are none.
 
     Args:
         visibility: positions of the rows among the keys of all devices.
@@ -59,7 +59,7 @@ def adjustment_of(
 def _of_rows(
     numbers: Float[Array, "#B #T #N"], arguments: ScoreArguments, branches: int
 ) -> Float[Array, "#B Nq #T 1"]:
-    """Return numbers per noise head (or head) for each query head of its group."""
+    """Return numbers per group of heads, repeated for each query head of the group."""
     shape = *numbers.shape[:2], arguments.noise_heads
     of_heads = jnp.swapaxes(jnp.broadcast_to(numbers, shape), 1, 2)
     return jnp.repeat(of_heads, branches, axis=1)[..., None]
@@ -92,10 +92,7 @@ def _decays(
 def _of_query_heads(
     arguments: ScoreArguments, sums: Float[Array, "#B S K"]
 ) -> Float[Array, "#B Nq S"]:
-    """Return the sums of each key head for the query heads that use it.
-
-    With `lam` the branches of a head use neighbouring key heads, or the same one.
-    """
+    """Return the sums of each key head, repeated for the query heads that use it."""
     kv_heads, heads = arguments.value.shape[2], arguments.query.shape[2]
     signals = arguments.signals
     if signals > 1:

@@ -1,8 +1,8 @@
 """Score mechanisms: attention by a score for every pair of a query and a key.
 
-`ScoreMechanism` is the public function of all of them: its arguments, their checks, and
-the choice of what computes the rows. Mechanisms differ only in their row weights.
-`row_map` returns the whole map of weights, for reading.
+`ScoreMechanism` is the class of their public functions. Mechanisms differ only in their
+row weights: the function that turns the scores of rows into weights. `row_map` returns
+the whole map of weights, for plots and measurements.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from symjax.attention.scores.windows import attend_window, attend_window_of_devi
 
 @dataclass(frozen=True)
 class WeightsWithOptions:
-    """Row weights with values for their keywords, hashable to be compiled once."""
+    """Row weights with values for their keywords; hashable, as a static argument is."""
 
     weights: Callable
     options: tuple[tuple[str, Any], ...]
@@ -43,16 +43,16 @@ class WeightsWithOptions:
 
 @dataclass(frozen=True, repr=False)
 class ScoreMechanism:
-    """Attention by scores of pairs; a mechanism is defined by its row weights.
+    """Attention by scores of pairs.
 
-    An instance is the public function: after `softmax = ScoreMechanism("softmax", …)`,
-    call `softmax(query, key, value)`.
+    An instance is a public function: `softmax = ScoreMechanism("softmax", …)` is called
+    as `softmax(query, key, value)`.
 
     Attributes:
         name: name in errors and tables.
         weights: function of (scores [B N t s], visible [#B #N t s] or None). It returns
             weights, which are 0 for pairs that are not visible, or (weights, divisor
-            [B N t 1]). It must be hashable, since programs are compiled for it.
+            [B N t 1]). It must be hashable.
         description: formula, cost and source, for `help`.
         implementations: names that a call may choose. "rows" and "whole" support all
             weights. "tpu", "gpu_differential", "cudnn" and "ring" compute
@@ -102,10 +102,10 @@ class ScoreMechanism:
     ) -> Float[Array, "B T O V"]:
         """Return the values, averaged by the weights of this mechanism.
 
-        Time O(T S (H + V)) per head, and O(T (left + right) (H + V)) in a window. If
-        is_causal, kernels take about 1/2 of the time without it. Row blocks take 3/4
-        with up to 2,048 keys, and about 9/16 with more. Memory is linear in T and S. It
-        is quadratic with implementation "whole", and in cuDNN with segments.
+        Time O(T S (H + V)) per head, and O(T (left + right) (H + V)) in a window. A
+        causal call takes about 1/2 of this time in a kernel. In row blocks it takes
+        about 3/4 with up to 2,048 keys, and 9/16 with more. Memory is linear in T and
+        S. It is quadratic with implementation "whole", and in cuDNN with segments.
 
         Without lam, O = G = N. With lam, the N query heads form G = N/(r + 1) groups:
         r = signals heads, then the noise head that they share. O = r G.
@@ -136,24 +136,21 @@ class ScoreMechanism:
             log_decay: logarithms g ≤ 0 of forget gates, one for each key. The score of
                 query t and key s becomes score − |c_t − c_s|, with c_t = Σ_{r≤t} g_r.
                 In causal attention this adds Σ g_r over s < r ≤ t (FoX, the Forgetting
-                Transformer). c is summed in float32 at least, so scores have an error
-                of about 1e-7 |c_t|; g below −10⁴ counts as −10⁴. If the mask hides a
-                key from all rows, its g counts as 0. The branches of `differential`
-                have their own gates, as they have their own keys.
+                Transformer). c is summed in float32 at least. g below −10⁴ counts as
+                −10⁴. If the mask hides a key from all rows, its g counts as 0.
             sink: logits of one more key, which every row sees and which has no value.
                 Softmax then divides by exp(sink) + Σ exp(score).
             positions: positions of the queries among the keys, by default the last T.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
             lam: λ of differential attention. With r = 1, heads 2n and 2n + 1 become one
                 head with weights w[2n] − lam[n]·w[2n+1].
-            signals: r, see `differential`. Row blocks compute each noise map once;
-                kernels and the ring repeat it for each of the r heads.
+            signals: r, see `symjax.attention.differential`.
             implementation: what computes the rows. None chooses a kernel if one
                 supports the call (see `symjax.attention.kernels.dispatch`), else
                 "rows".
 
                 - "rows": blocks of rows in XLA.
-                - "whole": all rows as one block, for reading and tests.
+                - "whole": all rows as one block, for tests and plots of maps.
                 - "tpu" (softmax): a kernel for TPUs; other machines interpret it,
                   which is slow.
                 - "gpu_differential" (softmax): a kernel for `differential` on H100 and
@@ -164,9 +161,9 @@ class ScoreMechanism:
                   `axis_name` it is "rows".
 
                 "fused" and "hopper" are former names of "tpu" and "gpu_differential".
-            axis_name: in a `jax.shard_map`, the mesh axis that time is split over.
-                query, key, value, log_decay and segment_ids are those of one device.
-                Mask and bias are for the rows of one device and the keys of all.
+            axis_name: in a `jax.shard_map`, the mesh axis that time is split over. All
+                arrays are those of one device, except that mask and bias have the keys
+                of all devices.
             own: options that this mechanism declares.
         Raises:
             ValueError: shapes that do not fit together, naming both; an implementation
@@ -230,7 +227,7 @@ class ScoreMechanism:
 
 
 class InRows(NamedTuple):
-    """XLA's form of a call: an engine of row blocks, and what each block does."""
+    """Fallback of a call: an engine of row blocks in XLA, with its settings."""
 
     engine: Callable[[ScoreSettings, Operands], Array]
     settings: ScoreSettings
@@ -267,12 +264,12 @@ def _law(length_scale: str | tuple[Array, Array] | None) -> str | None:
 def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
-    Slopes, λ and the scale are float32 at least. With `lam`, the branches of a head, or
-    of the heads that share a noise map, share a bias, a slope and a mask.
+    With `lam`, bias, slope and mask have an entry per group of heads (G). It is
+    repeated for each query head of the group.
 
     Args:
         gathers_keys: gather the keys and values of all devices that time is split
-            over, and set those that the mask hides to zero.
+            over, and set those that the mask hides to zero. The ring does neither here.
     """
     visibility = _visibility(arguments)
     query, key, value = arguments.query, arguments.key, arguments.value
@@ -333,14 +330,14 @@ def _visibility(arguments: ScoreArguments) -> Visibility:
 
 
 def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
-    """Return the engine of row blocks: for windows if bounded on both sides."""
+    """Return the engine of row blocks; that of windows if both bounds are set."""
     if None in operands.visibility.window:
         return attend_rows
     return attend_window if axis_name is None else attend_window_of_device
 
 
 def _for_branches(pairs: Array | None, count: int) -> Array | None:
-    """Repeat each head of [B N T S] for its branches; an axis of length 1 stays."""
+    """Repeat each head of [B N T S] `count` times; an axis of length 1 stays."""
     if pairs is None or pairs.shape[1] == 1:
         return pairs
     return repeat(pairs, "b n t s -> b (n p) t s", p=count)
@@ -355,10 +352,9 @@ def row_map(
     shared_keys: bool = False,
     **options: Any,
 ) -> Float[Array, "B N T S"]:
-    """Return the whole map of weights, for reading. It takes O(T S) memory.
+    """Return the whole map of weights, in O(T S) memory.
 
-    The map is the output of a score mechanism with these weights if the values are unit
-    vectors.
+    The output for values that are unit vectors is the map.
 
     Args:
         shared_keys: with `lam`, both query heads of a pair share a key head

@@ -1,17 +1,16 @@
 """The row-block engine: score mechanisms in XLA, without a kernel and without the ring.
 
-A score mechanism provides one function, its row weights. It turns the scores of some
-query rows and the keys that they see into the weights of these keys. The engine
+A score mechanism provides one function, its row weights, which turns scores of query
+rows into weights. The engine
 
 1. divides the query rows into blocks,
 2. leaves out the keys that no row of a block sees,
 3. computes scores, weights and the weighted sum of the values, block by block,
-4. wraps each block in `jax.checkpoint`, so that autodiff is the backward pass and no
-   [T S] map is saved. Memory is linear in T.
+4. wraps each block in `jax.checkpoint`: the backward pass computes a block again, and
+   no [T S] map is saved. Memory is linear in T.
 
-Several query heads may share a key head (grouped heads). In differential attention the
-engine subtracts the weights of a noise head from those of its signal heads, and then
-multiplies the values once. `attend_rows` has the order of the heads.
+In differential attention the engine subtracts the weights of a noise head from those of
+its signal heads, and then multiplies by the values once.
 """
 
 from collections.abc import Callable
@@ -30,21 +29,21 @@ from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
-BLOCK_ROWS = 128  # rows of a block on accelerators, where it is the size of a tile
-EXTENTS = 8  # most extents of blocks (see `_blocks`); each is compiled separately
-FEW_KEYS = 2048  # with so many keys or fewer, causal rows have at most two extents
+BLOCK_ROWS = 128  # rows of a block on accelerators, whose matrix units have this size
+EXTENTS = 8  # most groups of blocks that read the same keys (`_blocks`)
+FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two extents
 
 
-@on_any_mesh("settings", specs=rows_spec)  # outside jit, compiled once per shape
+@on_any_mesh("settings", specs=rows_spec)
 def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
     With `lam`, query heads form groups: r = settings.signals signal heads, then their
     noise head. Output head n has the weights signal[n] − lam[n]·noise[n // r].
 
-    Time O(T S (H + V)) per head. Causal rows take 3/4 of it with up to `FEW_KEYS` keys,
-    and about 9/16 with more. Memory O(T + S) and one block of scores; O(T S) with
-    `settings.whole`. Rows that see no key are zero.
+    Time O(T S (H + V)) per head. Causal rows take about 3/4 of this time with up to
+    `FEW_KEYS` keys, and 9/16 with more. Memory O(T + S) and one block of scores; O(T S)
+    with `settings.whole`. Rows that see no key are zero.
     """
     batch, _, time, _ = operands.query.shape
     if settings.whole or time == 1:
@@ -62,10 +61,11 @@ def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B 
 def _example_by_example(
     settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """Return all rows on a CPU, which keeps the blocks of one example in its cache.
+    """Return all rows, one example at a time, so that a CPU's cache holds its blocks.
 
-    Axes are swapped inside the loop over examples: outside it XLA would copy whole
-    arrays. The outer checkpoint saves keys and values once instead of once per extent.
+    Heads and time are swapped inside the loop over examples: outside it XLA would copy
+    whole arrays. The outer checkpoint saves keys and values once instead of once per
+    extent.
     """
     batch = operands.query.shape[0]
     blocks = partial(_blocks, settings, rows=_rows_on_a_cpu(settings, operands))
@@ -89,8 +89,8 @@ def _example_by_example(
 def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a block, for blocks of about the same size.
 
-    Products of 192 rows are faster on a CPU than those of 128; but in a window on both
-    sides, more rows see more keys.
+    Products of 192 rows are faster on a CPU than those of 128. In a window with two
+    bounds 128 rows are faster, because they see fewer keys.
     """
     time, about = operands.query.shape[2], settings.block_rows
     if None in operands.visibility.window:
@@ -102,12 +102,12 @@ def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
 
 
 def _two_suffice(settings: ScoreSettings, operands: Operands) -> bool:
-    """Return whether rows are causal, with few keys: two blocks or extents are enough.
+    """Return whether the window has one bound, as in causal attention, and few keys.
 
-    Two compute 3/4 of the pairs of causal attention, and eight 9/16, but two compile in
-    a third of the time. For a TPU v5e the gradient of sparsemax with 1,024 keys
-    compiles in 12 seconds of processor time with two extents, and in 39 with eight. In
-    a window on both sides eight leave out more keys.
+    Then two blocks or extents are enough. With two extents causal attention computes
+    3/4 of all pairs, with eight 9/16. But two compile faster: for a TPU v5e the
+    gradient of sparsemax with 1,024 keys takes 12 seconds of processor time with two
+    extents, and 39 with eight.
     """
     window = operands.visibility.window
     few = operands.key.shape[2] <= settings.few_keys
@@ -123,8 +123,8 @@ def _checkpoint(function: Callable, **options: Any) -> Callable:
 def widened(operands: Operands) -> Operands:
     """Return the operands with keys and values in float32 at least.
 
-    A bias that all rows share is converted too. A block rounds keys and values back to
-    their own types. The gradients of the blocks are then added in float32.
+    A bias that all rows share is converted too. The gradients of the blocks are then
+    added in float32. Each block rounds keys and values back to their own types.
     """
 
     def wide(x: Array) -> Array:
@@ -140,8 +140,8 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
     Consecutive blocks form an extent and take the same keys: those that any of their
-    rows sees. Each extent loops over its blocks. There are at most `settings.extents`
-    extents, and at most two if these suffice.
+    rows sees. Each extent is a loop over its blocks, compiled separately. There are at
+    most `settings.extents` extents, and at most two if `_two_suffice`.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)
@@ -170,7 +170,8 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
         )
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
-        # The last block starts earlier, to have as many rows: drop its first ones.
+        # `part` moves the start of the last block back, so that it has `rows` rows too.
+        # Its first rows are also in the block before it: drop them here.
         last = found[:, :, -1, steps * rows - length :]
         others = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
         outputs.append(jnp.concatenate([others, last], axis=2))
@@ -238,8 +239,8 @@ def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the output and its derivative, (dw·v + w·dv − output·dd) / d.
 
     This derivative reads the output, which is saved. Autodiff would also save the
-    undivided sum. In softmax the terms of dw and dd cancel. Both are computed in the
-    type of the weights: the rounding errors of a narrower type would not cancel.
+    undivided sum. The terms with dw and dd are computed in the type of the weights: in
+    softmax they cancel, and rounding errors of a narrower type would not.
     """
     weights, divisor, value = primals
     weights_change, divisor_change, value_change = tangents
@@ -256,15 +257,15 @@ def scored(
     operands: Operands,
     visible: Bool[Array, "#B #N t s"] | None,
 ) -> Float[Array, "B N t s"]:
-    """Return the scores of all rows and keys.
+    """Return the scores of all rows and keys, also of hidden pairs.
 
-    `visible`, the pairs that see each other, is needed to count the keys of a row for
-    laws of length. Scores of other pairs are computed too.
+    Args:
+        visible: the pairs in which the row sees the key. Laws of length count them.
     """
     query, key, value, bias, slopes, _, scale, visibility, adjustment = operands
     wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
-    # The noise keys of a branch may be fewer than the values.
+    # The noise branch may have fewer key heads than there are value heads.
     kv_heads = min(key.shape[1], value.shape[1])
     branches = key.shape[1] // kv_heads
     # All rows of a key head on one axis: XLA would copy the map to contract two axes.

@@ -35,8 +35,8 @@ def attend_window(
 def _strip_size(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a strip; 0 where strips do not help.
 
-    Strips are at least as long as the window, and there must be more than two. A mask
-    or bias of pairs [T S] is as large as the map, so that strips would save nothing.
+    Strips are at least as long as the window, and there must be more than two. With a
+    mask or bias [T S] strips would save no memory: it is as large as the map.
     """
     left, right = operands.visibility.window
     pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]
@@ -54,8 +54,8 @@ def _strips(
 ) -> tuple[ScoreSettings, Operands]:
     """Return strips of `size` rows as examples, each with the keys in its window.
 
-    The keys of a strip are those of its own rows and of the strips before and after,
-    as far as the window reaches. That copies each key two or three times.
+    The keys of a strip are those of its own rows, and those of the strip before and of
+    the strip after it if the window reaches there. So each key has up to three copies.
     """
     before, after = (int(bool(x)) for x in operands.visibility.window)
     offset = settings.offset or 0

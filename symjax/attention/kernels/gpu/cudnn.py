@@ -10,17 +10,13 @@ attention V1 values are wider:
 - Values up to `KERNEL_WIDTH` wide: queries and keys are padded with zeros; one call.
 - Wider values: they are cut into slices as wide as a key, with one call each.
 
-Both need equally many FLOPs of products, and padding needs fewer exponentials. On an
-H200, 4 rows of 4096 tokens with 16 heads, key branches of 64 and values of 128 take
-4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential` takes
-2.75 ms there. So cuDNN computes differential attention only where `GpuDifferential`
-refuses the call.
+On an H200, 4 rows of 4096 tokens with 16 heads, key branches of 64 and values of 128
+take 4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential`
+takes 2.75 ms there, so dispatch tries it before cuDNN.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
 With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of
-rows. Masks, biases and length scales are refused too. Under `jax.checkpoint` the
-forward pass runs again in the backward pass, since cuDNN's residuals have no names to
-save.
+rows. Masks, biases and length scales are refused too.
 """
 
 from functools import partial
@@ -113,8 +109,8 @@ def _both_maps(
 ) -> Float[Array, "B Nq T V"]:
     """Return the outputs of all query heads, before λ is applied.
 
-    In jax.nn the query heads of a key head are neighbours. So this function sorts query
-    heads by value head k, branch p and group g for the call.
+    jax.nn needs the query heads of a key head next to each other, so query heads are
+    sorted by value head k, branch p and group g.
     """
     kv_heads, branches = value.shape[1], key.shape[1] // value.shape[1]
     (left, right), heads = visibility.window, {"k": kv_heads, "p": branches}

@@ -10,12 +10,11 @@
         return np.stack(out)
 
 Without g it is DeltaNet, with one g per head Gated DeltaNet, and with one g per channel
-of the keys Kimi Delta Attention. Gated DeltaNet-2 reads what it erases with b[t] * k[t]
-instead of k[t], where b[t] [H] are erase gates.
+of the keys Kimi Delta Attention. Gated DeltaNet-2 has (b[t] * k[t]) @ sums in place of
+k[t] @ sums, where b[t] [H] are erase gates.
 
 `delta_causal` reads the past, chunk by chunk, and `delta_step` adds one token to a
-state. The changes of a chunk's tokens depend on each other; `solve_unit_lower` solves
-for all of them.
+state.
 """
 
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class Prepared(NamedTuple):
     """A chunk, the vectors by which it reads the state, and its decays."""
 
     chunk: Chunk
-    readers: Float[Array, "B K G+1 T H"]  # queries of a key head, the eraser
+    readers: Float[Array, "B K G+1 T H"]  # G queries of a key head, then the eraser
     decays: ChunkDecays
 
 
@@ -62,22 +61,21 @@ class Prepared(NamedTuple):
 class DeltaRule:
     """Recurrence of the delta rule.
 
-    β [B K T] is the first operand of each token. Erase gates b [B K T H] are the second
-    one. A log-decay that all tokens share is passed as `parameters`; otherwise it is
-    the last operand.
+    The operands of a token are β [B K T], then erase gates b [B K T H], if given, then
+    the log-decay, unless all tokens share it. A shared log-decay is `parameters`.
 
-    The change that a token writes depends on the changes of the tokens before it. With
-    E_ts the decay between tokens s and t, S the state before the chunk, and E_t its
-    decay until token t, the change of token t is
+    Token t adds k_t u_tᵀ to the state. Its change u_t depends on the changes of the
+    tokens before it. Let S be the state before the chunk, E_t the decay of S until
+    token t, and E_ts the decay between tokens s and t. The eraser e_t is b_t ⊙ k_t with
+    erase gates, and k_t without them. Then
 
     u_t = β_t (v_t − e_t·(E_t S) − Σ_{s<t} (e_t·k_s E_ts) u_s)
 
-    where the eraser e_t is b_t ⊙ k_t with erase gates, and k_t without them.
-
-    This is a unit-triangular system (the WY form). No decay is divided by another.
+    For all tokens of a chunk this is a unit-triangular system (the WY form), which
+    `solve_unit_lower` solves.
 
     Attributes:
-        fades: whether a log-decay was given. If not, TPU kernels compute no decays.
+        fades: whether a log-decay was given.
         gated: whether erase gates were given. Kernels do not support them.
     """
 
@@ -99,7 +97,7 @@ class DeltaRule:
     def prepare(self, parameters: Array | None, span: Span) -> Prepared:
         chunk = chunk_of(span)
         _, query, key, _ = product_and_arrays(chunk)
-        # The eraser reads the state like one more query head: the value to be erased.
+        # The eraser reads the value to be erased, as one more query head would.
         eraser = self._eraser(chunk, key)
         readers = jnp.concatenate([query, eraser[:, :, None]], axis=2)
         return Prepared(chunk, readers, chunk_decays(parameters, readers, key, chunk))
@@ -118,10 +116,9 @@ class DeltaRule:
         return DeltaState(decayed + written), time_first(held[:, :, :-1] + inside)
 
     def effect(self, prepared: Prepared) -> tuple[DeltaState, Float[Array, "B K H H"]]:
-        """Return S₀ and M of the chunk's effect on a state, S ↦ M S + S₀.
+        """Return S₀ and M, where M S + S₀ is the state after the chunk if S is before.
 
-        The changes of the chunk are linear in S. One triangular solve has two right
-        sides: the values give S₀, and the decayed erasers, which read S, give M.
+        One triangular solve has two right sides: values for S₀, erasers for M.
         """
         chunk, _, (since, until, through, pairs) = prepared
         product, _, key, value = product_and_arrays(chunk)
@@ -185,34 +182,29 @@ def delta_causal(
     with g_t = log_decay[t]: decay first, then erase, then write. With erase gates b_t,
     (b_t ⊙ k_t)ᵀ takes the place of k_tᵀ in the erased part.
 
-    There is no scale and no denominator, and no ε is added. The state is stable with
-    keys of length 1 and β in [0, 2]. β = 1 replaces the value that the state holds at a
-    key, β > 1 reflects it. With erase gates that differ between tokens the state may
-    grow: with β = 1 a token k = (2, 1)/√5, b = (0, 1) and a token k = (1, 2)/√5,
-    b = (1, 0), read by turns, multiply a part of the state by 1.25 per pair. Query head
-    n uses key head n // (N/K), its β, its erase gates and its decay. Sums run in
-    float32 at least. Time O(T (H V + chunk_size (H + V))), and one triangular solve per
-    chunk. The backward pass saves the state before each chunk. A single GPU runs groups
-    of chunks in parallel, and saves the state before each group.
+    There is no scale, no denominator and no ε. With keys of length 1 and β in [0, 2]
+    the state is stable; β = 1 replaces the value that the state holds at a key. With
+    erase gates that differ between tokens the state may grow. Query head n uses key
+    head n // (N/K), and the β, erase gates and decay of that head. Sums run in float32
+    at least. Time O(T (H V + chunk_size (H + V))), and one triangular solve per chunk.
+    The backward pass saves the state before each chunk. A single GPU runs groups of
+    chunks in parallel, and saves the state before each group.
 
-    Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
-    pass saves 128 numbers per token and query head, and a state every 128 tokens; on a
-    GPU it saves 64 numbers per token and query head, 64 numbers and a value per token
-    and key head, and a state every 64 tokens. Kernels have no forward-mode derivative.
+    Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. They have no forward-mode
+    derivative.
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
-    output, and 1e-6 token by token. With keys within 1e-2 of one direction the error of
-    bfloat16 kernels is 3e-2.
+    output; with keys within 1e-2 of it the error of bfloat16 kernels is 3e-2.
 
     Args:
         beta: the share of the value held at a key that is replaced.
-        log_decay: None for no decay (DeltaNet); at most 0, [K] or [B or 1, T or 1, K]
-            for one decay per head (Gated DeltaNet), [B or 1, T or 1, K, H] for one per
-            channel (Kimi Delta Attention). −∞ clears the state.
-        erase: b, the share in [0, 1] of each channel of a key that reads what is
-            erased; None for 1. Gated DeltaNet-2 has β = 1, a decay per channel, and
-            values that the caller multiplied by write gates. Kernels do not run.
+        log_decay: at most 0. None is no decay (DeltaNet). [K] or [B or 1, T or 1, K]
+            is one per head (Gated DeltaNet), [B or 1, T or 1, K, H] one per channel
+            (Kimi Delta Attention). −∞ clears the state.
+        erase: gates b in [0, 1]; None means 1. For Gated DeltaNet-2 also pass β = 1, a
+            decay per channel, and values times their write gates. With erase gates no
+            kernel runs.
         mask: True = attend; it may only hide keys. A hidden token neither writes to the
             state nor decays it. Its own output is read from the state.
         chunk_size: tokens per chunk, best a power of two; accelerators round it up to a

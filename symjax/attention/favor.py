@@ -42,13 +42,12 @@ def favor_statistics(
     """Return the statistics that minimise the variance of estimates for a sample.
 
     With x' = x √scale and E[(q' + k')(q' + k')ᵀ] = Rᵀ diag(s) R over independent pairs,
-    a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 (`_statistics` has the function that it
-    minimises). FAVOR# uses all of s. FAVOR++ uses the mean of s in every direction, and
-    R = I.
+    a = (1 − 2s − √((1 + 2s)² + 8s)) / 16. FAVOR# uses all of s. FAVOR++ uses the mean
+    of s in every direction, and R = I.
 
     Take the sample from other sequences than the ones that are attended to: statistics
     of the same sequence would leak later tokens to earlier ones. No gradient flows
-    through them. Cost O((T + S) H² + H³), once. They are float32 at least.
+    through the statistics. Cost O((T + S) H² + H³). They are float32 at least.
 
     Args:
         query, key: a sample; each index of the axes before the last is one vector.
@@ -97,12 +96,12 @@ def unit_statistics(head_size: int, scale: Array) -> Statistics:
 def _statistics(spectrum: Array, directions: Array) -> Statistics:
     """Return the statistics for the eigenvalues s and eigenvectors, the columns Rᵀ.
 
-    The mean over pairs of log E_w[(φ(q) φ(k))²] is, up to terms without a, the sum of
+    In each direction a minimises
 
         log(1 − 4a) − log(1 − 8a) / 2 + 2 s (1 − 4a) / (1 − 8a)
 
-    over the directions. Its derivative is 0 where 16a² + (4s − 2) a − s = 0; the
-    negative root is the minimum. This second moment is the variance plus exp(2 q'·k').
+    which is the part with a of the mean over pairs of log E_w[(φ(q) φ(k))²]. The
+    derivative is 0 where 16a² + (4s − 2) a − s = 0; the minimum is the negative root.
     """
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)
     a = (1 - 2 * spectrum - root) / 16

@@ -4,9 +4,9 @@
 the map of cosine attention. `hedgehog` and `t2r` are maps with learned weights, which a
 layer applies itself. `symjax.attention.random_features` has the maps of the Performer.
 
-A sum of products of features that change sign may cancel, and then loses digits. So
-"squared", "taylor" and `UNIT` also have `pairs`, which computes the weights of pairs
-without their features.
+If features change sign, their products may cancel in φ(query)·φ(key) and lose digits.
+So "squared", "taylor" and `UNIT` also have `pairs`, which computes the weights of pairs
+without features.
 """
 
 from collections.abc import Callable
@@ -55,9 +55,9 @@ def _relu2(x: Array) -> Array:
 def _squared(x: Array) -> Array:
     """Return all x_i x_j with i ≤ j. Products of these H (H + 1)/2 features are (q·k)².
 
-    Pairs with i ≠ j are multiplied by √2. They are computed as products of x with x
-    turned by 1, 2, … H/2 places, so that each product is one of long vectors. A turn by
-    H/2 places has each pair twice; only its first half is taken.
+    Pairs with i ≠ j are multiplied by √2. They are products of x with x rotated by 1,
+    2, … H/2 places. The rotation by H/2 places has each pair twice; only its first half
+    is taken.
     """
     size = x.shape[-1]
     ring = jnp.concatenate([x, x], axis=-1)
@@ -78,10 +78,7 @@ def _squared_pairs(
 
 
 def _taylor(x: Array) -> Array:
-    """Return features whose products are 1 + s + s²/2, with s = q·k/√H.
-
-    1 + s + s²/2 is exp(s) to the second order.
-    """
+    """Return features whose products are 1 + s + s²/2, with s = q·k/√H."""
     size = x.shape[-1]
     squares = _squared(x) * (2 * size) ** -0.5
     return jnp.concatenate([jnp.ones_like(x[..., :1]), x * size**-0.25, squares], -1)
@@ -104,7 +101,7 @@ class _Direction(NamedTuple):
 
 
 class _Shifted(NamedTuple):
-    """Part of a query or key in 1 + cos = vector·vector + number + number."""
+    """Vector and number of a query or key: 1 + cos = v_q·v_k + n_q + n_k."""
 
     vector: Float[Array, "*rows H"]
     number: Float[Array, "*rows"]
@@ -131,13 +128,12 @@ def _one_and_unit(x: Array, parameters: None = None) -> LogFeatures:
 def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _Shifted]:
     """Return vectors and numbers of queries and keys that are small if 1 + cos is.
 
-    They cancel less than [1, x̂]. With m the direction of the keys,
+    The vectors are q̂ + m and k̂ − m, for any m, since
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 
     m = max |k̂| Σ k̂ / |Σ k̂| has the direction of the mean key and the length of the
-    longest k̂. If all keys are equal, k̂ − m is 0, also for keys far shorter than 1e-6,
-    whose |k̂| is far below 1. A vector m of length 1 would then be far from k̂.
+    longest k̂, so that k̂ − m is 0 if all keys are equal.
     """
     queries, keys = query.source, key.source
     units, lengths = jax.lax.stop_gradient((keys.unit, keys.length))
@@ -155,7 +151,7 @@ def _shifted(vector: Array, shortfall: Array) -> _Shifted:
 
 
 def _centred(query: LogFeatures, key: LogFeatures) -> tuple[LogFeatures, LogFeatures]:
-    """Return other features of 1 + cos, which are small if 1 + cos is small."""
+    """Return features of 1 + cos that cancel less, as `Features.centred` says."""
     (row, of_row), (column, of_column) = _around_the_keys(query, key)
     of_row, of_column = of_row[..., None], of_column[..., None]
     rows = of_row, jnp.ones_like(of_row), row

@@ -47,38 +47,31 @@ def linear(
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
     Query head n uses key head n // (N/K). Time O((T + S) M V); no [T S] array is
-    formed. Sums run in float32 at least. No ε is added to a denominator: a row that
-    sees no key is zero. So is one whose denominator is only rounding error, except with
-    "squared" and "taylor".
+    formed. Sums run in float32 at least. No ε is added to a denominator. A row is zero
+    if it sees no key, or if its denominator is only rounding error.
 
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
     "squared" and "taylor". Small entries keep their digits down to 1e-34 with "relu",
-    and down to 1e-17 with "relu2" and "squared". Errors of these two are up to 1e-2 at
-    1e-18, and up to the size of the values at 1e-19.
+    and down to 1e-17 with "relu2" and "squared".
 
-    Rounding of "squared" and "taylor". Few keys, and the keys of a chunk in
-    `linear_causal`, have weights computed from q·k, as (q·k)². Other keys are read from
-    a state: its features change sign, and so their sums lose digits. For "squared" the
-    error of the output is ε|q|²Σ|k|² / Σ(q·k)² times the spread of the values, with
-    ε = 2⁻²³: about 1e-5 with head size 64, and more if all keys of the state are nearly
-    orthogonal to the query.
-
-    - A row whose denominator is only rounding error gets the mean of the values of the
-      state, weighted by |k|² ("taylor": the plain mean). Its query gets no gradient.
-    - A row that reads a single key gets the value of this key.
-    - The error of the gradient of a query is up to 2|k|/|q·k| times that of the output.
-      For 150 equal keys with a cosine of 1e-3 to the query, and values from N(0, 1),
-      the error of the output is 2e-3, and the gradient is 0.1 instead of 0.
+    Rounding. The features of "squared" and "taylor" change sign, so that sums over many
+    keys lose digits. The error of the output is about 1e-5 with head size 64. It is
+    larger if nearly all keys are orthogonal to the query. If the denominator is only
+    rounding error, the row is not zero: it is the mean of the values, weighted by |k|²
+    ("taylor": the plain mean), and its query gets no gradient.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
-        features: a name, or a function [B T N H] → [B T N M] of queries and of keys
-            that maps each token by itself. The names are "elu" (elu(x) + 1), "relu",
-            "relu2" (relu(x)²), "squared" (the weight of a pair is (q·k)²;
-            M = H (H + 1)/2), "taylor" (1 + s + s²/2 with s = q·k/√H;
-            M = H (H + 1)/2 + H + 1) and "identity". With features that change sign a
-            denominator may be near zero.
+        features: a name, or a function [B T N H] → [B T N M] that maps each query and
+            each key by itself. With features that change sign a denominator may be near
+            zero. The names are
+
+            - "elu": elu(x) + 1;
+            - "relu", "relu2" (relu(x)²) and "identity";
+            - "squared": the weight of a pair is (q·k)²; M = H (H + 1)/2;
+            - "taylor": the weight of a pair is 1 + s + s²/2 with s = q·k/√H;
+              M = H (H + 1)/2 + H + 1.
         segment_ids: tokens see only their own run of equal ids; needs T = S.
     Raises:
         ValueError: shapes that do not fit, an unknown name, or a mask that hides

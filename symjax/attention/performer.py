@@ -7,16 +7,16 @@
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 With M random rows w of the projection W, φ(q)·φ(k) has the expected value M exp(q·k).
-The factor M cancels in the division. The features φ are exponentials, and the
-recurrence subtracts a running maximum from their exponents. So no ε is added to a
-feature or a denominator, and queries and keys may have any size whose squared length
-float32 can hold (entries up to 1e18). The causal form depends on later keys only by
-rounding.
+The factor M cancels in the division.
+
+The features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts a
+running maximum from their exponents, so that none overflows and no ε is needed. Queries
+and keys may have any size whose squared length float32 can hold (entries up to 1e18).
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024
-features. With entries of size 1 the estimate has a larger error than the plain mean of
-all values. Normalise queries and keys.
+features. With entries of size 1 the error is larger than that of the plain mean of all
+values. So normalise queries and keys.
 """
 
 import math
@@ -73,12 +73,11 @@ def performer(
         features: a name of the list above.
         scale: factor of the scores, above 0; 1/√H by default. It does not change the
             weights of relu and slay.
-        statistics: for favor++ and favor#, from `favor_statistics`. None: those of
-            queries and keys with independent entries of variance 1; then favor++ and
-            favor# are equal, a = (1 − 2s − √((1 + 2s)² + 8s)) / 16 with s = 2 scale.
+        statistics: for favor++ and favor#, from `favor_statistics`. None means the
+            statistics of queries and keys with independent entries of variance 1. Then
+            favor++ and favor# are equal.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
-            segments the sums run through the engine of `performer_causal`, which has no
-            forward-mode derivative (`jax.jvp`) except for relu and slay.
+            segments only relu and slay have a forward-mode derivative (`jax.jvp`).
     Raises:
         ValueError: shapes that do not fit, an unknown name, statistics for features
             that take none, or a mask that hides pairs and not keys.
@@ -112,15 +111,15 @@ def performer_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T M (H + V + chunk_size)). The backward pass saves one state per chunk. A
-    change of a later token does not change a bit of the rows of earlier chunks, and
-    changes earlier rows of its own chunk only by rounding. No ε is added.
+    Time O(T M (H + V + chunk_size)). The backward pass saves one state per chunk. If a
+    token changes, rows of earlier chunks stay bitwise the same, and earlier rows of its
+    own chunk change by rounding errors alone. No ε is added.
 
     On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
     kernels compute all features except trigonometric ones, in bfloat16 with errors of
     TF32, for value sizes 16, 32, 64 and 128; they save float32 states every 64 tokens.
-    Both take at most 1024 features. Only relu and slay, whose features have no
-    exponent, have a forward-mode derivative (`jax.jvp`), and only without kernels.
+    Both take at most 1024 features. There is no forward-mode derivative (`jax.jvp`),
+    except for relu and slay without kernels.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
@@ -169,9 +168,7 @@ def performer_step(
 ) -> tuple[Float[Array, "B 1 N V"], LinearState]:
     """Return the output for one more token of `performer_causal`, and the new state.
 
-    Time O(M (H + V)). If the features are exponentials, the largest exponent of a row
-    is subtracted from all its exponents. Its denominator is then at least 1, so that no
-    ε is needed.
+    Time O(M (H + V)).
 
     Raises:
         ValueError: as `performer_causal`; more than one token.
@@ -195,11 +192,10 @@ def performer_state(
 ) -> LinearState:
     """Return the state of `performer_causal` before the first token.
 
-    The state has M (V + 2) numbers per key head, float32 at least, for M features: M V
-    sums, M totals and M running maxima. relu and slay have no running maxima:
-    M (V + 1) numbers.
-    Trigonometric features share one maximum: M (V + 1) + 1. M is the number of rows of
-    the projection; for hyperbolic and trigonometric features it is twice that number.
+    For M features it has M V sums, M totals and M running maxima per key head, in
+    float32 at least. Trigonometric features share one maximum; relu and slay have none.
+    M is the number of rows of the projection; for hyperbolic and trigonometric features
+    it is twice that number.
 
     Raises:
         ValueError: as `performer`; a size or a dtype that is wrong.

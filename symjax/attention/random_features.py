@@ -1,12 +1,13 @@
 """Random features of the Performer, and the projections that they use.
 
 With M random rows w of a projection W and x' = x √scale, random features estimate
-exp(scale q·k): the expected value of φ(q)·φ(k) is this number times a constant, M for
-positive features, which cancels in the division by the denominator. `RANDOM_FEATURES`
-maps names to feature maps, whose parameters are `RandomFeatures`. Features hold
-exponentials. `LogFeatures` keeps their exponents apart, and
-`symjax.attention.recurrent.linear_state` subtracts a running maximum from them, so that
-no exponential overflows.
+exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a constant,
+which cancels in the division by the denominator. The constant is M for positive
+features. `RANDOM_FEATURES` maps names to feature maps.
+
+Features are exponentials. `LogFeatures` has their exponents, and
+`symjax.attention.recurrent.linear_state` subtracts a running maximum from these, so
+that no exponential overflows.
 """
 
 import functools
@@ -38,8 +39,8 @@ def orthogonal_projection(
     signs Q is not uniform: estimates are then wrong by factors from 0.68 to 1.35 that
     depend on the direction.
 
-    Cost O(M H²), once. The result is float32, also if jax has 64-bit types, so that one
-    `rng` gives the same rows in every program.
+    Cost O(M H²). The result is float32, also if jax has 64-bit types, so that one `rng`
+    gives the same rows in every program.
 
     Args:
         features: M, the number of rows.
@@ -101,14 +102,14 @@ def _estimating(
 ) -> Features:
     """Return the feature map of exp(q·k), from features of w·x', where x' = x √scale.
 
-    Features of a key are multiplied by exp(sign |k'|²/2). The same factor of a query
-    would cancel in the ratio of its row.
+    Features of a key are multiplied by exp(sign |k'|²/2). The factor exp(sign |q'|²/2)
+    of a query is left out: it would cancel in the division.
 
     Args:
         features: w·x' → features.
-        sign: −1 if products of features average to exp(|q' + k'|²/2), which is
-            exp(q'·k' + |q'|²/2 + |k'|²/2); +1 if they average to exp(−|q' − k'|²/2),
-            which is exp(q'·k' − |q'|²/2 − |k'|²/2).
+        sign: −1 if the mean of φ(q)·φ(k) over w is exp(|q' + k'|²/2), that is
+            exp(q'·k') exp(|q'|²/2) exp(|k'|²/2). +1 if it is exp(−|q' − k'|²/2), that
+            is exp(q'·k') exp(−|q'|²/2) exp(−|k'|²/2).
         exponential: see `Features`.
     """
 
@@ -137,7 +138,7 @@ def _hyperbolic(projected: Array) -> LogFeatures:
 
 
 def _waves(projected: Array) -> LogFeatures:
-    """Return [cos w·x', sin w·x'], whose products average to exp(−|q' − k'|²/2)."""
+    """Return [cos w·x', sin w·x']. φ(q)·φ(k) has the mean exp(−|q' − k'|²/2) per w."""
     waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
     return LogFeatures(waves, jnp.zeros_like(projected[..., :1]))
 
@@ -148,10 +149,10 @@ def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
 
 
 def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
-    """Return the features of SLAY, of the direction of x alone; those of 0 are 0.
+    """Return the features of SLAY, which depend on the direction of x alone.
 
-    They need no exponent. For rows of length ℓ, about √H, |w·x| ≤ ℓ and √(2s) < 1.85 at
-    both nodes, so that φ < e^(1.85 ℓ). Float32 holds it up to ℓ = 47.
+    They are below e^(1.85 |w|), and |w| is about √H. Float32 holds them up to |w| = 47,
+    so they need no exponent.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)
@@ -160,8 +161,8 @@ def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
 
 
 _POSITIVE = _estimating(_exponential, exponential=(1,))
-# Values of model.attention.features for the mechanism "performer". The rows of "favor#"
-# and "favor++" are changed by statistics before they get here: `favor.adapted`.
+# Values of model.attention.features for the mechanism "performer". "favor#" and
+# "favor++" are positive features of other rows, which `favor.adapted` makes.
 RANDOM_FEATURES = {
     "favor#": _POSITIVE,
     "favor++": _POSITIVE,

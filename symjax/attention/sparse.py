@@ -74,9 +74,9 @@ def _hide(scores: Array, visible: Array | None) -> Array:
 def _above_threshold(power: int, scores: Array) -> Array:
     """Return [z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
 
-    Scores of −∞ give zeros. The maximum of the row is subtracted, and the rest is cut
-    at a floor below every threshold, so that sums stay small and finite. The backward
-    pass saves the maximum and the threshold, and does not search again.
+    Scores of −∞ give zeros. The maximum of the row is subtracted, and lower scores are
+    raised to `FLOOR`, which is below every threshold. The backward pass saves the
+    maximum and the threshold, and does not search again.
     """
     top = scores.max(axis=-1, keepdims=True)
     top = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), KEPT)
@@ -93,8 +93,7 @@ _excess = jax.custom_jvp(_above_threshold, nondiff_argnums=(0,))
 def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the excess and its derivative.
 
-    The threshold changes by the mean change of the scores in the support, weighted by
-    the slopes of the weights.
+    The derivative of τ is the mean change of the scores above τ, weighted by `_slopes`.
     """
     (scores,), (change,) = primals, tangents
     excess = _above_threshold(power, scores)
@@ -114,11 +113,9 @@ def _slopes(power: int, excess: Array) -> Array:
 def _threshold(power: int, scores: Array) -> Array:
     """Return τ of each row, by Newton's method for Σ [z − τ]₊^power = 1.
 
-    The scores are at most 0. The first τ is 1 below the maximum, where the sum is at
-    least 1. The sum is convex and falls with τ, so that all steps stay below the root.
-    Each step reduces the surplus times the slope to a quarter or less. That makes
-    O(log S) steps at worst; rows of 64 to 32768 scores of many distributions took 2 to
-    14. Once the support is right, sparsemax needs one more step.
+    The first τ is 1 below the maximum, where the sum is at least 1. The sum is convex
+    and falls with τ, so τ rises in each step and never passes the root. It takes
+    O(log S) steps at worst; rows of 64 to 32768 scores took 2 to 14.
     """
     least = jnp.finfo(scores.dtype).eps
 
@@ -132,7 +129,7 @@ def _threshold(power: int, scores: Array) -> Array:
         return past[0] + rise, rise
 
     def moves(past: tuple[Array, Array]) -> Array:
-        threshold, rise = past  # −threshold is the excess of the largest score, 0
+        threshold, rise = past  # the largest score is 0, its excess −threshold
         return (rise > -least * threshold).any()
 
     start = scores.max(axis=-1, keepdims=True) - 1

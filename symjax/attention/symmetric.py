@@ -80,10 +80,9 @@ def symmetric(
 ) -> Float[Array, "B T N V"]:
     """Return attend(query, symmetric_key(query), value): the keys are the queries.
 
-    A layer needs no key projection. Scores are symmetric, s_ts = s_st, if U is. With
-    unit-variance inputs a token scores highest with itself, |q|²/√H; `mask_self=True`
-    or `normalise` reduce that. The cost is that of `attend`, plus O(T N H²) with a
-    metric.
+    Scores are symmetric, s_ts = s_st, if U is. Without a metric a token usually scores
+    highest with itself, |q|²/√H; `mask_self=True` hides it. The cost is that of
+    `attend`, plus O(T N H²) with a metric.
 
     Args:
         metric, normalise: options of `symmetric_key`.

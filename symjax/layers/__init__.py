@@ -17,13 +17,13 @@ validate.py    checks model.* and returns the sizes and the mechanism's options 
 flax_compat.py attention_fn: mechanisms inside Flax's own attention layers
 
 Sharding. `RULES` of these files and `rules` of the parts map the path of a weight to
-mesh axes. `rules()` collects them. `symjax.training.sharding` adds rules for the other
-weights of a model and matches them all: a weight that no rule matches is an error.
+mesh axes. `rules()` collects them. `symjax.training.sharding` adds the rules for the
+other weights of a model; a weight that no rule matches is an error.
 
-Choices that differ by layer. `config.mechanism_of` reads the mechanism of a layer from
-model.pattern. Its options come from `validate.mechanism_options(options, depth)`, which
-gives all layers of one mechanism the same options. docs/mechanism.md, section 6, lists
-the changes that make options differ by layer, such as a window in every second layer.
+Choices that differ by layer. model.pattern sets the mechanism of each layer
+(`config.mechanism_of`). All layers of one mechanism have the same options, from
+`validate.mechanism_options`. docs/mechanism.md, section 6, lists the changes that make
+options differ by layer, such as a window in every second layer.
 """
 
 from typing import Any

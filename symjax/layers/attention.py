@@ -1,19 +1,17 @@
 """The attention layer: weights, and the choices of model.attention.
 
-A layer combines three choices. A fourth key chooses the code that computes the scores.
-All are keys of model.attention:
+A layer combines three choices, which are keys of model.attention:
 
-symmetric        how keys and values are made: by projections of their own, or from the
-                 queries, or values from the keys
-mechanism        what a pair of query and key weighs
-differential     how maps combine: one map, or A₁ − λA₂ with one λ per layer (v1), or
-                 one per token and head (v2)
-implementation   how scores are computed; the result changes by rounding alone
+symmetric        how keys and values are made: by their own projections, or keys from
+                 the queries, or values from the keys
+mechanism        how the weight of a query and a key is computed
+differential     none: one map; v1: A₁ − λA₂ with one λ per layer; v2: with one λ per
+                 token and head
 
-`symjax.layers.validate` refuses combinations that exclude each other. The mechanism's
-own weights come from a `Part` (`symjax.layers.parts`), and `Mixer` runs it.
+`symjax.layers.validate` refuses combinations that exclude each other. The weights of
+the mechanism come from a `Part` (`symjax.layers.parts`). `Mixer` runs the mechanism.
 
-λ. The formula of differential attention is `symjax.attention.differential`. A V1 layer
+λ. `symjax.attention.differential` has the formula of differential attention. A V1 layer
 computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.lam`; λ_init depends
 on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in `operands`.
 """
@@ -44,8 +42,7 @@ RULES = (
     ("attention/metric", P("tensor", None, None)),
 )
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
-# Values of model.attention.symmetric → the projections of a layer. Keys or values that
-# have no projection are made from the projections listed.
+# Values of model.attention.symmetric → the projections of a layer.
 PROJECTIONS = {
     "none": ("query", "key", "value"),
     "plain": ("query", "value"),
@@ -56,26 +53,26 @@ PROJECTIONS = {
 
 
 class Lambda(nnx.Param):
-    """Learned λ vector of differential V1: `nnx.state(model, Lambda)` finds all."""
+    """Learned λ vector of differential V1; `nnx.state(model, Lambda)` returns all."""
 
 
 class Attention(nnx.Module):
     """Self-attention with any mechanism, kind of key and combination of maps.
 
-    It is causal in decoders. In an encoder a token sees all tokens that exist, or with
-    model.attention.window the near ones on both sides.
+    It is causal in decoders. In an encoder a token sees all tokens except padding, or
+    with model.attention.window the near ones on both sides.
 
     With differential V1, each head has two branches of size width/(2N), or
-    model.head_size, and values of twice that size; its output passes an RMSNorm and is
+    model.head_size, and values of twice that size. Its output passes an RMSNorm and is
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
-    model.head_size, that share one key, and λ is the sigmoid of a linear map of the
-    token. Mechanisms without a denominator, such as decay and the delta rule
-    (`Part.head_norm`), have an RMSNorm per head too. model.attention.head_norm=False
-    leaves out this norm. It does not leave out the factor 1 − λ_init.
+    model.head_size, and one key. Mechanisms without a denominator, such as decay and
+    the delta rule (`Part.head_norm`), have an RMSNorm per head too.
+    model.attention.head_norm=False leaves out the RMSNorm, but not 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
-    qkv they are the projected queries. The value of a V1 head is then both of its
-    branches, joined. The cache of a score mechanism holds no keys (`keys_of`).
+    qkv they are the projected queries. A V1 head then joins its two branches to one
+    value. The cache of a score mechanism holds the values alone, and `keys_of` makes
+    the keys from them.
 
     Args:
         options: the model's configuration.
@@ -84,8 +81,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
-    # Attributes with another value in each layer. `symjax.models.scanned` runs all
-    # layers in one loop, and passes the loop an array with the values of an attribute.
+    # Attributes with another value in each layer: `symjax.models.scanned`, which runs
+    # all layers in one loop, passes them as arrays.
     BY_DEPTH = ("lambda_initial",)
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -264,13 +261,11 @@ class Attention(nnx.Module):
         segments: Segments | None = None,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values per (sub-)head, rotated by their positions.
-
-        The feature maps and weights of the mechanism come later, in `operands`.
+        """Return queries, keys and values per head, rotated by their positions.
 
         Args:
-            inputs: the last inputs of each convolution before x; the dict receives the
-                last inputs of x in their place.
+            inputs: in decoding, the inputs of each convolution before x. The dict gets
+                the last inputs of x in their place.
             padding_mask: True for tokens, False for padding, which comes after them.
             segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the text of each token, for rotations that
@@ -309,9 +304,8 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B S K H"]:
         """Return the keys of the first S tokens from their values.
 
-        With `symmetric` kv and qkv, values are the projection that keys are made of, so
-        a cache holds it once. Norms and rotations of keys are computed again at each
-        step, at O(S) per head.
+        With `symmetric` kv and qkv a cache holds values alone. Each decoding step
+        normalises and rotates them again to get keys, in O(S H) per head.
 
         Args:
             lengths: as in `project`.

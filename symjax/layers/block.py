@@ -21,21 +21,18 @@ from symjax.layers.primitives import (
 )
 from symjax.layers.segments import Segments
 
-# swiglu is silu(gate(x)) · up(x); without a tanh it is as cheap as ReLU on CPU.
-# The gradient of gelu computes the tanh again. Keeping the tanh would take as much
-# memory as the input.
+# With swiglu the function is that of the gate. The gradient of gelu computes its tanh
+# again: keeping it would take as much memory as the input.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.checkpoint(jax.nn.gelu),
     "swiglu": jax.nn.silu,
 }
 
-# Value of model.remat → results that the backward pass keeps. All values keep the
-# results of attention kernels, which are as small as their inputs and expensive to
-# compute. There are two exceptions. cuDNN's results have no names to keep them by.
-# Kernels of feature maps, such as the Performer's, have large states, which the
-# backward pass computes again. "dots" does not keep every product with weights: with
-# all of them, a model of 1b parameters would fill 16 GB.
+# Value of model.remat → results that the backward pass keeps. All keep the results of
+# attention kernels, except those of cuDNN and the large states of kernels of feature
+# maps. "dots" does not keep every product with weights: with all of them, a model of 1b
+# parameters would fill 16 GB.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

@@ -1,13 +1,12 @@
 """Mechanisms of symjax inside Flax's own attention layers, of NNX and of Linen.
 
-Masks may be boolean or float32, as Flax makes them. Score mechanisms take any mask.
-Feature mechanisms form no pairs: their mask may hide keys and rows, as
-`make_attention_mask` does for padding, and causality is the option `is_causal`.
+Masks may be boolean or float32, as Flax makes them. Score mechanisms take any mask. For
+mechanisms with features a mask may hide keys and rows, as `make_attention_mask` does
+for padding; causality is the option `is_causal`.
 
-A single query is a decoding step: it sees all keys that its mask shows, the keys in
-Flax's cache included. The step costs O(S) for a cache of S keys; the `*_step` function
-of a recurrence costs the same for any S. A row that sees no key gives zeros, where Flax
-gives a mean.
+A single query is a decoding step: it sees all keys in Flax's cache that its mask shows,
+and costs O(S) for S keys, also with a recurrence. A row that sees no key gives zeros,
+where Flax gives a mean.
 """
 
 import contextlib

@@ -25,9 +25,8 @@ class Role(nnx.Module):
     def __init__(self, size: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         draw = nnx.initializers.normal(0.02)
         self.dtype = dtype
-        # Scales start near 1, so that scores matter from the first step. Other
-        # implementations start near 0. configs/gau.py:tiny after 300 steps: held-out
-        # loss 1.98 instead of 2.16.
+        # Other implementations start with scales near 0. Near 1, the held-out loss of
+        # configs/gau.py:tiny after 300 steps is 1.98 instead of 2.16.
         self.scale = nnx.Param(1 + draw(rngs.params(), (size,)))
         self.bias = nnx.Param(jnp.zeros((size,)))
 
@@ -39,15 +38,15 @@ class Role(nnx.Module):
 class GatedBlock(nnx.Module):
     """x + W_o(u ⊙ A v), with u = silu(W_u y), v = silu(W_v y) and y = norm(x).
 
-    A is relu² attention with one head, whatever model.heads says. Query and
-    key are one vector z = silu(W_z y), each with a scale and a bias of its own. u and v
-    have twice the width, so that two such blocks cost about as much as one of attention
-    and feed-forward.
+    A is relu² attention with one head, whatever model.heads says. Query and key are the
+    same vector z = silu(W_z y), each with its own scale and bias. u and v have twice
+    the width, so that two such blocks cost about as much as one of attention and
+    feed-forward.
 
-    gau    all pairs; weights are divided by model.length in a decoder, whose output may
-           not depend on later tokens, and by the number of tokens in an encoder
-    flash  groups of chunk_size tokens, and linear attention across groups from a second
-           query and key; both are divided by the size of a group
+    gau    attention to all tokens; weights are divided by model.length in a decoder,
+           and by the number of visible tokens in an encoder
+    flash  attention in groups of chunk_size tokens, plus linear attention across groups
+           with a second query and key; both are divided by the size of a group
 
     Args:
         options: the model's configuration. z has model.head_size features, by default

@@ -1,7 +1,6 @@
-"""Execution of a layer's mechanism: over whole rows, or on from a cache.
+"""Execution of a layer's mechanism: over whole rows, or in decoding from a cache.
 
-A cache is the state of a recurrence, or `KeyValues` of score mechanisms. `decode` reads
-the next tokens of each example, one or many, and returns the new cache.
+A cache is the state of a recurrence, or `KeyValues` of score mechanisms.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.layers.validate import SHARED, gated_sizes, mechanism_options, sizes
 
-SMALLEST_READ = 256  # the least length of a prefix of the cache that is read
+SMALLEST_READ = 256  # keys of the shortest part of a cache that is read
 OF_KEYS = ("BSK", "BTK")  # axes of operands with an entry per key head
 CHUNK_OPTIONS = ("chunk_size", "group_size")  # options that a step of one token lacks
 
@@ -38,16 +37,17 @@ class KeyValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """Mechanism with its options, over the heads of a layer.
+    """Mechanism of a layer, with its options.
 
     Attributes:
-        options: (name, value) of each option of the mechanism; hashable, as jit needs.
-        differential: combination of the maps of two branches: none, v1 or v2.
-        signals: number of heads that share a noise map; 1 unless differential is v1.
-        alibi: True adds the bias of ALiBi to the scores; it falls with distance.
-        keys_from_values: keys are made from the values, so that a cache holds values
-            alone (model.attention.symmetric kv or qkv).
+        mechanism: a name in `MECHANISMS`.
+        options: (name, value) of each option of the mechanism.
         dtype: dtype of cached keys and values.
+        differential: none, v1 or v2.
+        alibi: whether scores have the bias of ALiBi.
+        keys_from_values: whether a cache holds values alone, from which keys are made
+            (model.attention.symmetric kv or qkv).
+        signals: number of heads that share a noise map; 1 unless differential is v1.
     """
 
     mechanism: str
@@ -66,7 +66,7 @@ class Mixer:
 
     @property
     def automatic(self) -> "Mixer":
-        """The mixer without the option `implementation`, which is for whole rows."""
+        """The mixer without the option `implementation`, which decoding ignores."""
         options = tuple(x for x in self.options if x[0] != "implementation")
         return replace(self, options=options)
 
@@ -74,9 +74,8 @@ class Mixer:
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
-        Score mechanisms get one noise head per group of signal heads. For all other
-        mechanisms the noise head is repeated for each signal head, so that each signal
-        head has a state for its noise.
+        Score mechanisms get one noise head per group of signal heads. For recurrences
+        it is repeated for each signal head, which then has a state for its noise.
         """
         shares = self.signals == 1 or self.form.implementations
         return self.sizes if shares else self.sizes.with_pairs()
@@ -152,8 +151,7 @@ class Mixer:
             position: number of tokens that each example has read.
             padding_mask: True for tokens, False for padding, which comes after them in
                 the row. By default there is no padding.
-            keys_of: cached values → the keys that are made from them; needed with
-                `keys_from_values`.
+            keys_of: with `keys_from_values`, the function from cached values to keys.
         Raises:
             ValueError: more tokens than fit the cache.
         """
@@ -184,14 +182,13 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
-        The argument `positions` lets a row see the cached keys up to its own position.
-        Later places are hidden, whether they are empty or hold padding: the padding of
-        a row comes after its tokens, and its next tokens overwrite it.
+        The argument `positions` of the mechanism hides the places of the cache after
+        the row's own position, which are empty or hold padding. The next tokens
+        overwrite the padding.
 
-        Only the shortest prefix of the cache that holds all written keys is read. The
-        lengths of prefixes are those of the cache, its half, its quarter and so on,
-        down to 256 keys. A bias has an entry for each place of the cache. Decoding
-        ignores the option `implementation`.
+        Only the start of the cache is read: the shortest of the whole, its half, its
+        quarter and so on (at least 256 keys) that holds all written keys. A bias has an
+        entry for each place of the cache.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)
@@ -302,7 +299,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
 
 
 def _without_key(attend: Any) -> Callable:
-    """Wrap `attend` of a mechanism without keys: it takes a key and ignores it."""
+    """Return `attend` of a mechanism without keys as a function that ignores a key."""
 
     def run(query, key, value, **options) -> Any:
         return attend(query, value, **options)
@@ -320,7 +317,7 @@ def _state_first(step: Any) -> Callable:
 
 
 def _prefixes(room: int) -> list[int]:
-    """Return the lengths of a cache that may be read: all, half, … down to 256."""
+    """Return the lengths of a cache that may be read: …, a quarter, half, all."""
     lengths = [room]
     while (half := -(-lengths[0] // 2)) >= SMALLEST_READ:
         lengths.insert(0, half)
@@ -334,10 +331,10 @@ def check_room(
     count: int,
     padding_mask: Bool[Array, "B T"] | None,
 ) -> None:
-    """Raise if more tokens come than fit, so far as their number is known.
+    """Raise if more tokens come than fit.
 
-    Under `jax.jit` only the number of new tokens is known; the number of earlier tokens
-    and the padding are not.
+    Under `jax.jit` only the number of new tokens is known, and checked if there is no
+    padding mask.
 
     Args:
         room: number of tokens that fit.

@@ -20,11 +20,7 @@ EPSILON = 1e-5
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`nnx.LayerNorm` whose backward pass keeps one array of the size of x.
-
-    The derivative of `nnx` keeps three: it reads two factors per row, broadcast to the
-    features.
-    """
+    """`nnx.LayerNorm` whose backward pass keeps one array of the size of x."""
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         arrays = (x, _value(self.scale), _value(self.bias))

@@ -17,17 +17,14 @@ RULES = (
 class PositionTerm(nnx.Module):
     """Scores a·S_ts + w·f(s) of a query t and a key s, with a and w learned per head.
 
-    f(s) are sinusoidal features of the position of the key. At first a = 1 and w = 0,
-    so that the layer computes what it computes without the term.
+    f(s) are sinusoidal features of the position of the key. At first a = 1 and w = 0.
 
-    The paper has a·S_ts + w₁·f(t) + w₂·f(s) + b. The parts w₁·f(t) and b are equal for
-    all keys of a row, so they change no weight of softmax, sparsemax or entmax. They
-    are left out, also with softpick or a sink logit, where they would change weights.
+    The paper has a·S_ts + w₁·f(t) + w₂·f(s) + b. The parts w₁·f(t) and b are left out.
+    They are equal for all keys of a row, so they change no weight of softmax, sparsemax
+    or entmax. With softpick or a sink they would.
 
     Args:
-        heads: number of values a, and of vectors w: one for each output head, which the
-            two branches of a differential head share. Heads that share a noise map also
-            share a and w, so `heads` is then the number of noise heads.
+        heads: number of pairs (a, w): `Sizes.head_groups`.
         features: number of features f, an even number.
     Source: Kayyam et al. 2026, arXiv:2606.04032.
     """

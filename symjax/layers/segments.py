@@ -1,10 +1,10 @@
 """Documents in a row, and the operands that hide tokens from a mechanism.
 
-`Segments` holds the documents of packed rows. `row_operands` makes the operands with
-which mechanisms hide tokens: "mask" [B 1 1 T] from padding, "segment_ids" from
-documents. Score mechanisms give weight 0 to a key that the mask hides, and recurrences
-leave their state as it is. When score mechanisms decode from a cache, they get no mask:
-their argument `positions` hides padding, which comes after the tokens of its row.
+`Segments` holds the documents of packed rows. `row_operands` makes two operands of
+mechanisms: "mask" [B 1 1 T] from padding, and "segment_ids" [B T] from documents. Score
+mechanisms give a hidden key the weight 0. A hidden key does not change the state of a
+recurrence. In decoding from a cache, score mechanisms get `positions` instead of a mask
+(`Mixer.decode`).
 """
 
 from typing import NamedTuple

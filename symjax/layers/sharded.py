@@ -79,10 +79,9 @@ def per_device(
 ) -> Any:
     """Call function(**operands) on each device, for its own examples and heads.
 
-    Attention needs no communication between examples or heads, and inside a `shard_map`
-    the compiler adds no communication. Without a `shard_map` the compiler gathers the
-    sharded batch on every device if the function loops over examples. A mesh of one
-    device needs no `shard_map`; on a CPU it would only add a copy of each gradient.
+    The call is inside a `jax.shard_map`. Without it the compiler would gather the batch
+    on every device if the function loops over examples. A mesh of one device needs no
+    `shard_map`.
 
     Args:
         output: the axes of the result, or a tuple of them if the result is a tuple.
@@ -129,11 +128,7 @@ def per_device(
 
 
 def _check_divides(operands: dict[str, Operand]) -> None:
-    """Raise if examples or heads do not divide over the mesh.
-
-    Raises:
-        ValueError: naming the operand, its size and the mesh.
-    """
+    """Raise if examples or heads do not divide over the mesh, naming the operand."""
     mesh = jax.sharding.get_abstract_mesh().shape
     for name, (value, axes) in operands.items():
         for leaf in jax.tree.leaves(value):

@@ -35,10 +35,10 @@ def halt(
 ) -> tuple[Float[Array, "B T"], Halting]:
     """Return the weight of a step's state in the output, and the new halting state.
 
-    The weight is the halting probability. A token halts in the step in which the
-    probabilities sum to 0.99, or in the last step: this step has the remainder,
-    1 − the weights so far, as its weight, and later steps have weight 0. The remainder
-    has a gradient, the number of steps has none.
+    The weight is the halting probability. A token halts in the step in which its
+    probabilities sum to 0.99, or in the last step. The weight of this step is the
+    remainder, 1 − the weights so far; later steps have weight 0. The remainder has a
+    gradient, the number of steps has none.
 
     Source: Graves 2016, arXiv:1603.08983, equations 5–11.
     """
@@ -61,14 +61,12 @@ class UniversalBlock(nnx.Module):
     plus the remainder.
 
     The paper does not divide by |s_r|. Without the division about 90 % of tokens halted
-    in their first step within 300 steps of configs/universal.py:tiny, with a ponder
-    cost or without, and a token that halts in its first step gives the halting weights
-    no gradient.
+    in their first step within 300 steps of configs/universal.py:tiny, and a token that
+    halts in its first step gives the halting weights no gradient.
 
-    All tokens are computed in every step: depth times the cost of a block, with the
-    weights of one. Halting is a threshold, so rounding can make a token halt one step
-    later. Whole rows and decoding then differ in this token's output by about 1 % of
-    the change in that step, and by more in tokens that see it.
+    All tokens are computed in every step, so the cost is depth times that of a block.
+    Halting is a threshold, so rounding can make a token halt one step later, and
+    decoding can differ from whole rows.
 
     Args:
         options: the model's configuration; `depth` is the number of steps, and `remat`

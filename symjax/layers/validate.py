@@ -10,8 +10,8 @@ from symjax.attention.mechanisms import capabilities
 from symjax.layers.parts.part import Sizes, named_options
 from symjax.layers.parts.table import part_of
 
-# Keys that a block of attention and feed-forward has with any mechanism. A gated block
-# has the keys of its mechanism alone.
+# Keys that a block of attention and feed-forward has with any mechanism. Blocks of gau
+# and flash do not have them.
 OF_ATTENTION = (
     "symmetric",
     "symmetric_initial",
@@ -28,13 +28,13 @@ OF_ATTENTION = (
     "short_convolution",
 )
 OF_BLOCKS = ("kv_heads", "feedforward", "activation")
-# Values of model.attention.symmetric that make keys from queries, and those that make
-# values from what keys are made of.
+# Values of model.attention.symmetric that make keys from queries, and those with which
+# keys and values share a projection.
 FROM_QUERIES, SHARED = ("plain", "pairwise", "qkv"), ("kv", "qkv")
 LARGEST_GATED_SIZE = 128  # features of queries and keys of a gated block, by default
 # Values that mean "not set": such options are not passed to the mechanism.
 OFF = ("", 0, "auto")
-# Defaults in older checkpoints: they mean "not set" if a mechanism has no such option.
+# Defaults of older checkpoints, which a mechanism without the option may ignore.
 FORMER_DEFAULTS = {"implementation": "rows"}
 
 
@@ -242,7 +242,7 @@ def has_head_norm(options: config.Model, depth: int) -> bool:
 
 
 def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
-    """Raise if a choice about λ or the norm of heads has no place in the model."""
+    """Raise if a key about λ or the norm of heads is set without effect."""
     chosen = options.attention
     for key, value, unset in (
         ("signals", chosen.signals, 1),
@@ -285,7 +285,8 @@ def _implementations(mechanism: str) -> tuple[str, ...]:
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if a mechanism or the kind of model lacks the chosen implementation.
 
-    In a model with score mechanisms and recurrences the choice is for one of the two.
+    If one score mechanism of the model has the implementation, all score mechanisms
+    must have it; likewise recurrences that have implementations.
     """
     chosen = options.attention.implementation
     if chosen in ("auto", FORMER_DEFAULTS["implementation"]):

@@ -4,8 +4,8 @@ There are three cases:
 
 - Many keys: all of them become one state, which every query reads.
 - Few keys: the weights of all pairs are computed, as in a chunk.
-- Segments: a causal pass over the tokens and one over the flipped tokens give two
-  `RowSums` for each row, which are merged.
+- Segments: one causal pass over the tokens, and one over the tokens in reverse order.
+  Each gives `RowSums`, which are added.
 """
 
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def _read_centred(
 ) -> RowSums:
     """Return the sums of rows that see all keys, by `Features.centred`.
 
-    Rows are zero if the mean weight of a key is below the rounding error of 1.
+    Rows whose mean weight is below the rounding error of 1 get a denominator of 0.
     """
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)
@@ -123,9 +123,9 @@ def _sums_over_segments(
 ) -> RowSums:
     """Return the sums of rows that see all keys of their segment.
 
-    A causal pass gives the row the keys up to its own. A second causal pass runs over
-    the flipped tokens, with keys and values shifted by one token, so that it gives the
-    row the keys after its own.
+    A causal pass gives a row the keys up to its own. A second causal pass runs over the
+    flipped tokens. There keys and values are shifted by one token, so that a row gets
+    the keys after its own.
     """
     flipped = jax.tree.map(lambda x: jnp.flip(x, 1), span)
     segment = flipped.segment
@@ -150,10 +150,10 @@ def _sums_over_segments(
 
 
 def _merge_row_sums(past: RowSums, future: RowSums) -> RowSums:
-    """Return the sums of rows that see the keys of both, which must be disjoint.
+    """Return the sums of rows that see the keys of both.
 
-    The shift of a row without keys is set to −∞, because the shift of the other side
-    may be far below 0.
+    A row without keys has the shift 0. It is set to −∞, because the shift of the other
+    side may be far below 0.
     """
     shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (past, future)]
     shift = finite(jnp.maximum(*shifts))

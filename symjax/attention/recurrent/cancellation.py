@@ -1,10 +1,9 @@
 """Rows read from a state of features that change sign.
 
-A state holds sums of features in float32. If features change sign, the terms of a row
-cancel, and reading the state adds an error of about ε|φ(q)|Σ|φ(k)| to the numerator and
-to the denominator, with ε = 2⁻²³. Small denominators would make the ratio arbitrary.
-`read_around_mean` bounds the ratio: it reads the state relative to the mean of the
-values.
+If features change sign, the terms of a row may cancel. Then its denominator may be
+smaller than the rounding errors of numerator and denominator, and their ratio would be
+arbitrary. `read_around_mean` bounds the ratio: it reads the state relative to the mean
+of the values.
 """
 
 from collections.abc import Callable
@@ -31,18 +30,18 @@ def read_around_mean(
 
         row · sums = row · (sums − total meanᵀ) + denominator · mean
 
-    with the mean of the values, in which a key weighs the sum of its leading features.
-    The rounding error of the denominator is then in numerator and denominator alike.
-    The error that remains is proportional to the spread of the values around the mean.
+    with a mean of the values. The weight of a key in it is the sum of the first
+    `nonnegative` features of the key. A rounding error of the denominator is then in
+    numerator and denominator alike, and cancels in the ratio.
 
-    - Entries of sums − total meanᵀ below the rounding error of `sums` become 0. So the
-      ratio of a single key, or of keys with equal values, is exactly this value.
+    - Entries of sums − total meanᵀ below the rounding error of total meanᵀ become 0. So
+      if all values are equal, the ratio is this value.
     - A denominator below its own rounding error is raised to that error, and the ratio
       is the mean.
 
     Args:
         product: an einsum.
-        nonnegative: number of leading key features, which are never negative.
+        nonnegative: number of first features of a key that are never negative.
         sums, total: Σ φ(k) vᵀ and Σ φ(k) over the keys of the state.
         row: features of the queries.
         denominator: row · total.

@@ -9,10 +9,10 @@
 token. They handle initial and returned states, masks, segments, and time that is split
 over a mesh axis.
 
-A CPU runs one chunk after the other. On accelerators the length of a chunk is a
-multiple of 128. If `Recurrence.schedule` allows it, all chunks within 4096 tokens of an
-example run in parallel there, and the next 4096 tokens follow. On a single GPU the
-limit is tokens · examples · query heads ≤ 2¹⁸ instead.
+A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
+multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens
+in parallel, then those of the next 4096 tokens. On a single GPU the number of these
+tokens is 2¹⁸ / (examples · query heads).
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time
 is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode
@@ -114,10 +114,7 @@ def attend_causal(
 
 @dataclass(frozen=True)
 class InXla:
-    """The chunks of a call without a state, compiled by XLA.
-
-    It is the fallback of kernels for calls that they do not support.
-    """
+    """The chunks of a call without a state, by XLA: the fallback of kernels."""
 
     recurrence: Recurrence
     chunk_size: int
@@ -130,8 +127,8 @@ class InXla:
     def in_turn(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
         """Return the same rows by one chunk after the other, in the least memory.
 
-        GPU kernels call it in a `jax.lax.cond` for rows that underflow. XLA reserves
-        the memory of that branch even if it never runs.
+        GPU kernels call it in a `jax.lax.cond` if a row underflows. XLA reserves memory
+        for both branches of the cond.
         """
         state = _start("", self.recurrence, parameters, None, tokens)
         state, span = vary_alike((state, layout(tokens)))
@@ -153,8 +150,7 @@ def attend_step(
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
     """Return the row of one token, and the state after it.
 
-    The token sees itself and the tokens that the state has read. It is a chunk of one
-    token, without a kernel.
+    The token sees itself and the tokens that the state has read. No kernel runs.
 
     Raises:
         ValueError: more than one token, no state, or a state of other sizes.

@@ -9,15 +9,15 @@ of numerator and denominator does not:
 
 - The state is divided by exp(running_max). For each feature running_max is the largest
   exponent of a key so far. When a larger key comes, the state is rescaled.
-- A row is divided by exp(shift). The shift is the largest value, over the features, of
-  the query's exponent + running_max.
-- So every exponential is at most 1. With one feature of amplitude 1, keys with the
-  exponents 100 and 90, and a query with 5, running_max is 100, the shift 105, and the
-  denominator 1 + e⁻¹⁰. The largest term is 1, so that no ε is needed.
+- A row is divided by exp(shift). The shift is the maximum, over the features, of the
+  query's exponent + running_max.
+- So every exponential is at most 1. Example with one feature: keys have the exponents
+  100 and 90, and a query has 5. Then running_max is 100, the shift is 105, and the
+  denominator is 1 + e⁻¹⁰. No ε is needed.
 - Both divisors cancel in the ratio, and are constants to the gradient.
 
-Cancellation. Features that change sign lose digits if their products cancel. A state of
-such features is read around the mean of its values (`cancellation.py`).
+Features that change sign lose digits if their products cancel. `cancellation.py` reads
+a state of such features.
 """
 
 from collections.abc import Callable
@@ -50,11 +50,7 @@ class LinearState(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """Numerators and denominators of output rows, both divided by exp(shift).
-
-    Rows of a chunk have heads before time, as here. `time_first` makes them
-    [B T K G …].
-    """
+    """Numerators and denominators of output rows, both divided by exp(shift)."""
 
     numerator: Float[Array, "B K G T V"]
     denominator: Float[Array, "B K G T"]
@@ -69,8 +65,8 @@ class Arithmetic(NamedTuple):
         product: an einsum, more precise if terms may cancel.
         signed: whether terms may cancel. `RowSums.size` then differs from the
             denominator.
-        nonnegative: number of leading key features that are never negative. 0 if the
-            state is not read around the mean of its values.
+        nonnegative: n, if `read_around_mean` reads the state; else 0. The first n
+            features of a key are never negative.
     """
 
     product: Callable[..., Array]
@@ -149,11 +145,10 @@ def update(
 
 
 def merge(one: LinearState, two: LinearState) -> LinearState:
-    """Return the state that has read the keys of both states, which must be disjoint.
+    """Return the state that has read the keys of both states.
 
     With the running maxima c₁ and c₂ and c = max(c₁, c₂), the sums of the result are
-    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and its totals likewise. The operation is
-    associative and commutative. An empty state changes nothing.
+    S = S₁ exp(c₁ − c) + S₂ exp(c₂ − c), and its totals likewise.
     """
     highest = None
     if one.running_max is not None and two.running_max is not None:
@@ -219,9 +214,8 @@ def _size(x: Array) -> Array:
 def divide(rows: RowSums) -> Float[Array, "*rows V"]:
     """Return numerator / denominator, and 0 if the denominator is only rounding error.
 
-    The gradient of a plain quotient contains 1 / denominator², and the square leaves
-    float32 for denominators that are within its range. Numerator and denominator are
-    therefore first divided by the denominator as a constant.
+    Numerator and denominator are first divided by the denominator as a constant, since
+    the gradient of a plain quotient has denominator², which may underflow.
     """
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))

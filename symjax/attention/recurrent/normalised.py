@@ -13,21 +13,18 @@
             out.append(row @ sums / (row @ total))
         return np.stack(out)
 
-Inside a chunk of T tokens the weights of all T² pairs are computed; numerator and
-denominator share them. Tokens before the chunk are read from the state.
+Inside a chunk of T tokens the weights of all T² pairs are computed. Pairs with a later
+key are set to 0. Tokens before the chunk are read from the state.
 
 Exponents. `linear_state.py` divides a state by exp(running_max), and a row by
 exp(shift), so that features stay in the range of float32:
 
 - For each feature all rows of a chunk share one maximum, over the state and all keys of
-  the chunk. So a key after a row can change its divisor, and with it the row, by
-  rounding errors. Rows of earlier chunks stay bitwise equal.
+  the chunk. Its factor cancels in the division of the row. So a later key of the chunk
+  changes a row by rounding errors alone, and rows of earlier chunks not at all.
 - A row underflows if the features of a later key of its chunk are e⁴⁶ times larger than
-  those of all keys that the row sees. `core/underflow.py` finds these rows and computes
-  them again, each with the maximum of the keys that it sees.
-
-Cancellation. If a feature map knows the weight of a pair in closed form
-(`Features.pairs`), a chunk uses that.
+  those of all keys that the row sees. `core/underflow.py` computes such a row again,
+  with the maximum of the keys that it sees.
 """
 
 from dataclasses import dataclass
@@ -125,12 +122,11 @@ class Normalised:
     ) -> tuple[LinearState, Any]:
         """Return the state after a chunk, and its rows [B T K G V].
 
-        All rows share the highest exponent of the chunk, so that the weights of pairs
-        are one matrix product. Rows that underflow are computed again. A chunk of one
-        token has no later key, and needs no second computation.
+        Rows that underflow are computed again. In a chunk of one token none does, since
+        it has no later key.
 
         Args:
-            divided: False: return `RowSums` instead of rows.
+            divided: False returns `RowSums` instead of rows.
         """
         chunk, query, _, key, value = prepared
         arithmetic = self.arithmetic(chunk)
@@ -166,9 +162,8 @@ class Normalised:
     def prepare(self, parameters: Any, span: Span) -> FeatureChunk:
         """Return the features of a span, with 0 for hidden keys.
 
-        Each query is divided by its largest amplitude, which cancels in the ratio.
-        Otherwise products of the amplitudes of queries and keys would overflow float32
-        long before the amplitudes do.
+        Each query is divided by its largest amplitude, which cancels in the division by
+        the denominator. Otherwise products of amplitudes could overflow float32.
         """
         chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
@@ -242,8 +237,8 @@ def _fast_sums(
 ) -> tuple[RowSums, Bool[Array, "B K G T"]]:
     """Return sums of rows with one maximum per chunk, and which of them underflowed.
 
-    A row has underflowed if it sees a key, in the chunk or in the state, but the size
-    of its denominator is below `UNDERFLOW`.
+    A row has underflowed if it sees a key, in the chunk or in the state, but the sum of
+    the |terms| of its denominator is below `UNDERFLOW`.
     """
     pairs, sees, reaches = visibility
     rows = _sums_from_features(arithmetic, pairs, reaches, inputs)
@@ -272,9 +267,8 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided; a row that underflowed has no meaning.
 
-    The gradient of a division needs the sums. Here these are sums of the fast function.
-    If the sums were divided after `recompute_underflow`, the backward pass would need
-    the results of its `jax.lax.cond`, and would run this cond a second time.
+    If rows were divided after `recompute_underflow`, the backward pass would run its
+    `jax.lax.cond` a second time, to get the sums that were divided.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

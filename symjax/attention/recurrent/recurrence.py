@@ -1,15 +1,15 @@
 """Protocol of a recurrence: a mechanism that reads tokens into a state.
 
-A state is an array [B …] or a NamedTuple of arrays, of a size that does not depend on
-T. The engine (`engine.py`) splits time into spans (`chunks.Span`, arrays [B T …]) and
-runs them in turn, as a CPU does:
+A state is an array [B …] or a NamedTuple of arrays. Its size does not depend on T. The
+engine (`engine.py`) splits time into spans (`chunks.Span`, arrays [B T …]). A CPU runs
+one span after the other:
 
     state = recurrence.empty(parameters, (B, K, H, V), dtype)
     for span in spans:
         prepared = recurrence.prepare(parameters, span)
         state, rows = recurrence.advance(state, prepared)   # rows [B T K G V]
 
-or in parallel, as accelerators do if `recurrence.schedule()` allows it:
+Accelerators run them in parallel if `recurrence.schedule()` allows it:
 
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
@@ -17,9 +17,9 @@ or in parallel, as accelerators do if `recurrence.schedule()` allows it:
     before = [state, *(after for after, _ in merged)]       # `state` is the empty one
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
-To decode one token, the engine (`engine.attend_step`) calls `prepare` and `advance` on
-a span of one token. It traces `empty` to check the shapes of the given state. It calls
-neither `effect` nor `merge` nor `schedule`, and no kernel.
+To decode one token, `engine.attend_step` calls `prepare` and `advance` on a span of one
+token, and `empty` to check the shapes of the given state. It calls neither `effect` nor
+`merge` nor `schedule`, and no kernel.
 
 Axes: B examples, T tokens, K key heads, G query heads per key head, H channels of a
 key, V channels of a value.
@@ -86,11 +86,14 @@ class Schedule(NamedTuple):
         parallel_chunks: run chunks in parallel, as one product. This is faster unless a
             chunk needs much more memory than its tokens.
         on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
-            There chunks become further examples of the batch; elsewhere `jax.vmap` runs
-            them. Set it if `advance` has a branch that depends on data, since vmap runs
-            both sides; or if `effect` costs as much as `advance`, since a TPU gains
-            nothing then. By the estimate of the compiler for a v5e the delta rule took
-            388 million cycles in parallel and 367 in turn, and 12 times the memory.
+            Set it in two cases:
+
+            - `advance` has a branch that depends on data. A single GPU runs chunks as
+              further examples of the batch. Elsewhere `jax.vmap` runs them, which would
+              compute both sides of the branch.
+            - `effect` costs as much as `advance`. Then a TPU gains nothing: for a v5e
+              the compiler estimates 388 million cycles for the delta rule in parallel,
+              and 367 for one chunk after the other.
     """
 
     parallel_chunks: bool = True
@@ -98,7 +101,7 @@ class Schedule(NamedTuple):
 
 
 class Recurrence(ChunkwiseForm, Protocol):
-    """A mechanism with a state. Hashable, since programs are compiled for it."""
+    """A mechanism with a state; hashable, as a static argument of `jax.jit` must be."""
 
     @property
     def kernel(self) -> str | None:

@@ -19,10 +19,9 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-# Tokens of an example whose chunks run in parallel, at most. It bounds the memory.
+# Most tokens of an example whose chunks run in parallel; bounds the memory.
 PARALLEL_TOKENS = 4096
-# The limit on a single GPU, for tokens · examples · query heads. Chunks at this limit
-# need 3 to 6 GiB.
+# On a single GPU: most tokens · examples · query heads. They need 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 
@@ -46,14 +45,14 @@ def run_parallel_chunks(
     First the effect of each chunk is computed, in parallel. A loop then merges them, so
     that the state before each chunk is known. Last the rows are computed, in parallel.
 
-    Accelerators are slow at many small products. Forward and backward, a constant decay
-    takes 65 million cycles with one chunk after the other, and 12 in parallel, by the
-    estimate of the compiler for a v5e (B 4, T 4096, N 16, H 64).
+    For a TPU v5e the compiler estimates that a constant decay, forward and backward,
+    takes 65 million cycles with one chunk after the other, and 12 in parallel (B 4,
+    T 4096, N 16, H 64).
 
     Args:
-        as_examples: True makes chunks further examples of the batch. Then `advance` may
-            branch on its data, but no mesh may split the batch. False makes chunks one
-            more axis, by `jax.vmap`.
+        as_examples: True makes chunks further examples of the batch, which no mesh may
+            split. False makes chunks one more axis, by `jax.vmap`; then a branch of
+            `advance` that depends on data computes both sides.
     """
     batch, length = span.visible.shape
     if length <= size:
@@ -81,7 +80,8 @@ def run_parallel_chunks(
 
     def step(state: Any, chunk: tuple[Any, Any]) -> tuple[Any, Any]:
         effect, starts = chunk
-        before = state, effect[1]  # any transition: the merged one is not used
+        # `merge` needs a transition of the state, of which nothing here is used.
+        before = state, effect[1]
         after, _ = recurrence.merge(before, effect)
         return after if starts is None else choose(starts, effect[0], after), state
 
@@ -169,13 +169,13 @@ def run_on_cpus(
 
     The arrays of one example's chunk stay in a CPU's caches. A step of
     configs/gla.py:3l, with 32 examples, takes 0.91 times as long as with all examples
-    in one loop (two shared cores, processor time, jax 0.10.2). With more examples than
-    tokens an iteration would have too little to do. Then, and if XLA may split the
-    examples over devices, all examples run together.
+    in one loop (two shared cores, processor time, jax 0.10.2). All examples run
+    together if there are more examples than tokens, or if XLA may split the examples
+    over devices.
 
-    16-bit numbers become float32 before the loop. The CPU compiler of jaxlib 0.10
-    converts a whole 16-bit array in every iteration of a loop that writes a part of it:
-    at 32,768 tokens a gradient of linear attention then takes 24 times as long.
+    16-bit numbers become float32 before the loop. Otherwise the CPU compiler of jaxlib
+    0.10 converts whole arrays in every iteration: at 32,768 tokens a gradient of linear
+    attention takes 24 times as long.
     """
 
     def in_float32(x: Array) -> Array:

@@ -20,7 +20,7 @@ SOFTPLUS = ("mamba2", "kda")
 
 
 class FixedDecay(nnx.Module):
-    """Constant log-decay per head: of RetNet, of a published Lightning slope, or 0.
+    """Constant log-decay per head, for instance that of RetNet.
 
     Args:
         kind: a name in `LOG_DECAYS`, which has the rates.
@@ -179,8 +179,7 @@ def _weights(
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
     """Add the log-decays. For Mamba-2, also multiply the keys by Δ.
 
-    Mamba-2 multiplies the values by Δ; on keys the product is the same, and Δ has an
-    entry per key head.
+    Mamba-2 multiplies the values by Δ, which gives the same products k vᵀ.
     """
     operands = operands | {"log_decay": Operand(layer.decay(x), "BTK")}
     if layer.chosen.decay == "mamba2":
@@ -202,9 +201,9 @@ def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
 def gate_of_key_heads(
     gate: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Return the weights of a gate whose key heads the target repeats.
+    """Return the weights of a gate, with key heads repeated as in the target.
 
-    All heads share the map `down`.
+    The map `down` stays, since all heads share it.
     """
     repeated = repeat_key_heads(
         {name: x for name, x in gate.items() if name != "down"}, source, target

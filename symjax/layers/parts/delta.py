@@ -81,11 +81,8 @@ def _gate(gate: Linear, x: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
 def _flops(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of the delta rule.
 
-    The formula counts a key head as one more query head. The key reads the state as a
-    query does (2 H V). Its pairs and the triangular solve cost as much as the pairs and
-    the values of a query. Two terms are wrong: the added query head does not write to
-    the state, but 2 H V are counted for it, and the inverse of a chunk of C tokens for
-    the solve, 2 C²/3, is left out.
+    It is an estimate: a key head counts as one more query head, since the key reads the
+    state too. The inverse for the triangular solve is not counted.
     """
     sizes = mixer.sizes
     reading = recurrence_flops(mixer, sizes.head_size, length)
@@ -97,9 +94,9 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Key heads that the target repeats keep their gates and decay. If only the target is
-    differential (V1), both branches of a head get the β and the decay of the head, and
-    each gets the erase gates of its channels. Gates of another kind start fresh.
+    Gates of another kind start fresh. Key heads that the target repeats keep their
+    gates and decay. If only the target is differential (V1), both branches of a head
+    get the β and the decay of the head, and the erase gates of their channels.
     """
     weights = decay_converted(weights, source, target)
     before, after = source.attention, target.attention

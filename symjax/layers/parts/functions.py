@@ -46,9 +46,9 @@ def _flops_of_function(mixer: Any, chosen: config.Attention, length: int) -> flo
     """Return the operations per token of a function of QQᵀ.
 
     In an encoder they are those of QᵀQ, of QᵀV, and of Q times their product. In a
-    decoder a resolvent costs what the Mesa layer does. For the other functions, each
-    term of their power series reads a state [H H]. exp and expm1 count with 128 terms,
-    though they take fewer for small scores.
+    decoder a resolvent costs as much as the Mesa layer. The other functions are power
+    series, of which each term reads a state [H H]. exp and expm1 count with 128 terms,
+    though they need fewer for small scores.
     """
     sizes = mixer.sizes
     if not mixer.causal:

@@ -1,10 +1,8 @@
 """`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
-A family of mechanisms that add weights has a file here with a `Part`, and each of its
-mechanisms has a line in `PARTS` (`symjax.layers.parts.table`). The layer, its decoding
-state, conversion, cost, sharding and evaluation read these declarations instead of the
-mechanism's name. Three functions do read the name: `models.convert.changes`,
-`training.transfer.teacher_of`, and `_check_choices` of `layers.validate`.
+Mechanisms that add weights have a `Part` in a file here, and a line in `PARTS`
+(`symjax.layers.parts.table`). The layer, its decoding state, conversion, cost, sharding
+and evaluation read the `Part`.
 """
 
 from collections.abc import Callable
@@ -30,10 +28,10 @@ class Sizes(NamedTuple):
     Attributes:
         heads: output heads.
         kv_heads: value heads.
-        queries: query heads; two per head with differential V1 and V2. If r heads share
-            a noise head (`model.attention.signals`), r + 1 per r heads.
-        keys: key heads; two per value head with differential V1, or fewer if there are
-            fewer noise heads than value heads.
+        queries: query heads; two per head with differential V1 and V2. With
+            model.attention.signals = r, r + 1 for each r heads.
+        keys: key heads; two per value head with differential V1, or fewer with
+            `signals` if there are fewer noise heads than value heads.
         head_size: features of a query or key.
         value_size: features of a value.
     """
@@ -108,8 +106,8 @@ def score_flops(mixer: Any, length: int) -> float:
 def recurrence_flops(mixer: Any, features: int, length: int) -> float:
     """Return the operations per token of a recurrence.
 
-    A state of features × values is read and written, and the pairs of a chunk are
-    computed as a map.
+    They are those of reading and writing a state of features × values, and of the pairs
+    in a chunk.
 
     Args:
         mixer: `symjax.layers.mixer.Mixer`.
@@ -136,10 +134,10 @@ class Part(NamedTuple):
         head_norm: True adds an RMSNorm per head, for a mechanism without a denominator.
         options: (model, mechanism) → options of the mechanism, if they are not the
             keys of model.attention with the same names.
-        keys: model.attention → names of the configuration keys in model.attention that
-            the part reads and that are no options of the mechanism.
-        learned: values of model.attention.features, such as "hedgehog", that name maps
-            with learned weights.
+        keys: model.attention → names of its keys that the part reads, except options of
+            the mechanism.
+        learned: values of model.attention.features, such as "hedgehog", whose maps have
+            weights.
         feature_count: (model.attention, head size) → features of a query or key after
             the mechanism's map; by default the head size.
         flops: (mixer, model.attention, length) → operations per token without the
@@ -147,14 +145,13 @@ class Part(NamedTuple):
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
         owned: weights that other mechanisms do not have.
         kept_constants: pairs (name of a constant, key of model.attention). Conversion
-            keeps the constant if source and target have the same value of the key, for
-            instance a projection if they have the same feature_norms.
+            keeps the constant if source and target have the same value of the key.
         convert: (weights, source, target) → the weights of a layer of the target.
         check: (source, target) → None; raises if the same weights compute another
             function in the target.
-        features: options of the mechanism → the feature map φ, if pairs weigh
-            φ(q)·φ(k) without random features.
-        exponential: True if weights are exp(score), divided by the sum of their row.
+        features: options of the mechanism → the feature map φ, if the weight of a pair
+            is φ(q)·φ(k) and φ is not random.
+        exponential: whether weights are exp(score), divided by the sum of their row.
     """
 
     weights: Callable[..., dict[str, Any]] | None = None

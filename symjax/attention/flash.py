@@ -106,12 +106,11 @@ def flash_causal(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
     """Return `flash` over each token, its past, and what `state` has read.
 
-    Time as in `flash`; with a state, for up to one more group of tokens.
+    Time as in `flash`.
 
     Args:
         mask: as in `flash`. Hidden tokens after the last visible token of an example
-            are padding: the state does not count them, and the next token takes their
-            place. So pad examples of different lengths at the end.
+            are padding: the state does not count them.
         state: from `flash_state`, `flash_step` or an earlier call, of the same group
             size. Its last segment continues with the first run of `segment_ids`.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each

@@ -4,18 +4,16 @@
         scores = q @ k.T / np.sqrt(q.shape[-1])
         return np.maximum(scores, 0) ** 2 / divisor @ v
 
-The weight of a pair is relu²(score) / divisor. Published implementations differ in the
-divisor by factors of n, the number of keys, so that it has no default. The divisor is
-outside the square: a divisor n makes the sum over n keys a mean. A factor inside the
-square counts twice, relu²(x / c) = relu²(x) / c². With head size s and bias b:
+The weight of a pair is relu²(score) / divisor. The divisor has no default, since
+published implementations differ in it. With n keys, head size s and bias b:
 
     relu²(q·k / √s + b) / n      divisor=n, the scale left out      (bert4keras)
     relu²((q·k + b) / n)         scale=1, divisor=n²                (FLASH-pytorch)
     relu²(q·k / n + b)           scale=1/n, divisor=1               (the paper)
 
-In a causal model, the divisor must not depend on the length of the input: decoding by
-token would not give the rows of the whole sequence. Use a constant, for instance the
-length in training, or "count".
+In a causal model the divisor must not depend on the length of the input, since rows
+would change when tokens are added. Use a constant, for instance the length in training,
+or "count".
 """
 
 import math
@@ -32,7 +30,7 @@ DIVISORS = ("count", "squared_count")
 
 
 class SquaredReLU(NamedTuple):
-    """Row weights relu²(score) / divisor, hashable to be compiled once."""
+    """Row weights relu²(score) / divisor; hashable, as a static argument is."""
 
     divisor: float | str
 

@@ -7,8 +7,8 @@
 
 With A = scale · QQᵀ and M = scale · QᵀQ, the powers of A are Aᵏ = scale · Q Mᵏ⁻¹ Qᵀ. So
 f(A) = f(0) I + scale · Q g(M) Qᵀ with g(λ) = (f(λ) − f(0))/λ, and no [T T] matrix is
-formed. g is computed without eigenvectors, which have no gradient if eigenvalues repeat
-(Q = I), and without a division by λ, which has none if an eigenvalue is 0 (Q = 0).
+formed. g is computed without eigenvectors and without a division by λ, so that
+gradients exist if eigenvalues repeat or are 0.
 
 `FUNCTIONS` maps names to f(0) and a function that multiplies by g(M).
 """
@@ -31,8 +31,8 @@ from symjax.attention.core.arguments import (
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
 from symjax.attention.core.products import einsum, over, over_root
 
-# Of `_exponential`, which is exact to rounding for eigenvalues from −3500 up in
-# float64, from −20,000 up in float32.
+# Of `_exponential`: exact to rounding for eigenvalues above −3500 in float64, and above
+# −20,000 in float32.
 DOUBLINGS, TERMS = 14, 10
 NORMALISE = "none", "rows", "l2"  # divisors of a row of f(A)
 
@@ -70,10 +70,9 @@ def matrix_function(
         scale: None means 1 / (n √H) for n visible tokens. Eigenvalues then do not grow
             with T, and are at most the largest |q|²/√H. e^A overflows float32 if an
             eigenvalue is above 88.
-        alpha: α of the resolvents. None means −1, for which the resolvent exists for
-            any Q: V minus its ridge regression on Q. For a positive α the resolvent is
-            the sum of αᵏ Aᵏ only if α times the largest eigenvalue is below 1, which is
-            not checked.
+        alpha: α of the resolvents. None means −1: the output is V minus its ridge
+            regression on Q, which exists for any Q. With a positive α keep α times the
+            largest eigenvalue below 1, which is not checked.
         normalise: divide every row of f(A) by its sum ("rows") or by its length, the
             root of the sum of squares ("l2"), or by nothing ("none"). A row whose sum
             is 0 is zero. Sums may be near 0, since entries have both signs.
@@ -189,10 +188,8 @@ def _exponential(gram: Array, weighted: Array, _: None) -> Array:
     """Return g(M) W for g(λ) = (e^λ − 1)/λ.
 
     A Taylor series gives g(M/2ᵏ), which is doubled k times: with E = e^M − I,
-    g(2M) = g(M)(I + E/2) and e^2M − I = E² + 2E. E keeps the digits of a small M/2ᵏ,
-    which e^M would lose, so that k need not depend on M. The error in float32 is at
-    most 3e-6 up to λ = 80. There `jax.scipy.linalg.expm` of [M I; 0 0] had an error of
-    2e-4, at several times the cost.
+    g(2M) = g(M)(I + E/2) and e^2M − I = E² + 2E. The error in float32 is at most 3e-6
+    up to λ = 80.
     """
     small = gram / 2**DOUBLINGS
     identity = jnp.broadcast_to(jnp.eye(gram.shape[-1], dtype=gram.dtype), gram.shape)

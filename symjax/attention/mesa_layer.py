@@ -51,21 +51,16 @@ def mesa_causal(
 
     out[t] = q_t (Λ + Σ_{s≤t} k_s k_sᵀ)⁻¹ Σ_{s≤t} k_s v_sᵀ, with Λ = diag(ridge).
 
-    This is the delta rule with the matrix (Λ + Σ_{s≤t} k_s k_sᵀ)⁻¹ in place of β_t: the
-    state holds the linear map that fits all values so far best. There is no scale and
-    no denominator. Query head n uses key head n // (N/K). Sums run in float32 at least.
-    Time O(T (H² + H V + chunk_size (H + V + chunk_size))): each chunk factorises one
-    matrix [chunk_size chunk_size]. The backward pass saves one state per chunk.
+    There is no scale and no denominator. Query head n uses key head n // (N/K). Sums
+    run in float32 at least. Time O(T (H² + H V + chunk_size (H + V + chunk_size))):
+    each chunk factorises one matrix [chunk_size chunk_size]. The backward pass saves
+    one state per chunk.
 
-    Long keys cost digits in float32, since a chunk factorises a matrix [chunk_size
-    chunk_size] of their products. With 256 tokens of 16 channels and chunks of 64, the
-    error is up to 1e-3 of the largest output if |k|² is 2e3 times the ridge, and 4e-2
-    at 2e5 times; at 2e7 times outputs are NaN. With chunks of 16 it is up to 8e-4 at
-    2e5 times and 4e-3 at 2e7 times, with `mesa_step` 2e-5 and 2e-4. Layers give keys
-    length 1 and have a ridge above 0.25.
-
-    There is no decay: with one, P = (Λ + Σ k kᵀ)⁻¹ would change in all directions at
-    every token, so a chunk would need a factorisation [H H] for each of its tokens.
+    Keys that are long relative to the ridge cost digits in float32. With 256 tokens of
+    16 channels and chunks of 64, the error is up to 1e-3 of the largest output if |k|²
+    is 2e3 times the ridge, and 4e-2 at 2e5 times; at 2e7 times outputs are NaN. With
+    chunks of 16 it is up to 8e-4 at 2e5 times and 4e-3 at 2e7 times. Layers have keys
+    of length 1 and a ridge above 0.25.
 
     Args:
         ridge: Λ, above 0: a number, one per key head, or one per key head and channel.

@@ -137,9 +137,6 @@ def _turned(
 ) -> Float[Array, "B T N H"]:
     """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
 
-    The two halves of the result are not concatenated: on an H200 a concatenation took
-    four times as long as reading and writing the bytes.
-
     Args:
         shape: (2, H/2) or (H/2, 2), a shape of the features in which the axis of length
             2 has the two features of a pair.
@@ -169,9 +166,8 @@ def _turned_on_lanes(
 ) -> Float[Array, "B T N H"]:
     """Return `_turned`, computed without an axis of length 2.
 
-    With such an axis, a TPU's compiler puts time on the lanes, and copies the result
-    for the kernel of attention. Partners are computed by an exact product with a
-    permutation matrix instead.
+    With such an axis a TPU's compiler chooses a layout that it must copy for the kernel
+    of attention. Partners are an exact product with a permutation matrix instead.
     """
     x = with_layout_constraint(x, ROW_MAJOR)
     # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
@@ -239,13 +235,12 @@ def alibi_bias(
 ) -> Float[Array, "1 N #T S"]:
     """Return a bias of the scores that falls with distance, one slope m per head.
 
-    Causal attention needs only −m·(last − s), where s is the position of a key and last
-    that of the last key. It has one row for all queries, since a number that is added
-    to a whole row of scores changes no weight of softmax, sparsemax or entmax. Biases
-    of keys far from the last one have rounding errors. The option `alibi` of a score
-    mechanism avoids them: it takes the slopes, and computes the distances of each row.
-
-    Attention that is not causal needs −m·|t − s| for each row t, [T S] numbers.
+    For causal attention the bias is −m·(last − s), where s is the position of a key and
+    `last` that of the last key. One row is enough for all queries: adding a number to a
+    whole row of scores changes no weight of softmax, sparsemax or entmax. Biases of
+    keys far from the last one have rounding errors, which the option `alibi` of score
+    mechanisms avoids. For other attention the bias is −m·|t − s|, with a row for each
+    query t.
 
     Args:
         heads: number of heads, which then have the slopes of `alibi_slopes`; or the
@@ -268,7 +263,7 @@ def alibi_bias(
             )
     slopes, keys = arrays["slopes"], arrays["keys"][None]
     row = arrays.get("rows", arrays["keys"][-1:])[:, None]
-    # Without abs, since differences of unsigned integers wrap.
+    # Not abs(row − keys): differences of unsigned integers wrap.
     distance = (jnp.maximum(row, keys) - jnp.minimum(row, keys)).astype(slopes.dtype)
     return -slopes[None, :, None, None] * distance[None, None]
 
@@ -287,9 +282,8 @@ def position_bias(
         positions: of the keys; one row for all examples, or one row per example.
     Raises:
         ValueError: weight or positions do not have two axes, or M is odd or below 2.
-    Source: the part of the position term of Kayyam et al. 2026, arXiv:2606.04032, that
-        changes weights of softmax: a number that is added to a whole row of scores
-        changes none.
+    Source: Kayyam et al. 2026, arXiv:2606.04032: the part of their position term that
+        changes weights of softmax.
     """
     weight = as_array("position_bias", "weight", weight)
     positions = as_array("position_bias", "positions", positions)

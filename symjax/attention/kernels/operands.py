@@ -13,8 +13,8 @@ from symjax.attention.core.products import TILE
 from symjax.attention.core.sequence import segment_runs, starts
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 
-# The checkpoint_name of the outputs of forward kernels: where a policy of
-# `jax.checkpoint` saves them, the backward pass does not run that kernel again.
+# `checkpoint_name` of the outputs of forward kernels. If a policy of `jax.checkpoint`
+# saves this name, the backward pass does not run the kernel again.
 RESIDUAL = "attention_residual"
 
 LARGEST_HEAD = 256  # head size that recurrent kernels support
@@ -23,7 +23,7 @@ NEVER = -1e30  # log-decay that forgets the state; unlike −∞, no difference 
 
 
 def unsupported(tokens: Tokens) -> str | None:
-    """Return why no kernel of a recurrence supports these arrays; None if one may."""
+    """Return why all kernels of recurrences refuse these arrays, or None."""
     query, key, value = tokens[:3]
     dtype = jnp.result_type(query, key, value)
     if query.shape[1] < TILE:
@@ -92,9 +92,9 @@ def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
 
 
 def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
-    """Return bfloat16 arrays, the largest first, that add up to a float32 array.
+    """Return bfloat16 arrays, the largest first, whose sum is near a float32 array.
 
-    Each holds 8 of the 24 bits of a number.
+    Each holds 8 of the 24 bits of a number; three are exact.
     """
     parts = []
     for _ in range(count):

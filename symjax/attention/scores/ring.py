@@ -1,10 +1,10 @@
 """Ring attention: softmax over keys that travel from device to device.
 
 Time is split over a mesh axis. Every device keeps its rows, while keys and values pass
-once around the ring of devices. Each row keeps a running maximum of its scores and sums
-of exp(score − maximum), which are rescaled when a higher score comes. In the backward
-pass keys and values go around again, together with their gradients. So a device holds
-the keys of only one other device at a time.
+once around the ring of devices. So a device holds the keys of only one other device at
+a time. Each row keeps a running maximum of its scores and sums of exp(score − maximum),
+which are rescaled when a higher score comes. In the backward pass keys and values go
+around again, together with their gradients.
 
 Source: Liu et al. 2023, arXiv:2310.01889; the online softmax is Milakov & Gimelshein
 2018, arXiv:1805.02867.
@@ -57,7 +57,7 @@ class RowPositions(NamedTuple):
 
 
 class OnlineSums(NamedTuple):
-    """Accumulators of online softmax for rows; sums are scaled by exp(−running_max)."""
+    """Sums of online softmax for rows, divided by exp(running_max)."""
 
     running_max: Float[Array, "C B Nq t"]
     total: Float[Array, "C B Nq t"]
@@ -71,7 +71,7 @@ class RingSettings(NamedTuple):
     axis_name: str
 
 
-@partial(jax.jit, static_argnums=(0, 2))  # outside jit, compile once per shape
+@partial(jax.jit, static_argnums=(0, 2))
 def attend_ring(
     score_settings: ScoreSettings, operands: Operands, axis_name: str
 ) -> Float[Array, "B N T V"]:
@@ -82,8 +82,8 @@ def attend_ring(
     Memory is linear in T, not in S = n T.
 
     Causal rows skip the keys of later devices. That saves no time, since all devices
-    wait for the last one, which needs the keys of all n. A window skips devices on both
-    sides. There is no forward-mode derivative (`jax.jvp`).
+    wait for the last one, which needs the keys of all n. Windows save time. There is no
+    forward-mode derivative (`jax.jvp`).
 
     Args:
         operands: query, key and value are those of one device. Bias and visibility are
@@ -198,7 +198,7 @@ def _ring_backward(
 
     Gradients of rows stay on their device; those of keys and values pass around the
     ring. The weights are w = exp(score − logarithm), with the logarithm as a constant.
-    The output is Σ w v / Σ w, where Σ w = 1, and the gradient flows through both sums.
+    The output is Σ w v / Σ w, and the gradient flows through both sums. Σ w is 1.
     """
     inputs, rows, visibility, output, logarithm = residuals
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype

@@ -13,8 +13,8 @@ attentions, took 4.26 ms in one call and 5.46 ms in two. PyTorch's SDPA on cuDNN
 
 Gradients of queries are added up in no fixed order, so two runs differ by rounding.
 There is no forward-mode derivative (`jax.jvp`) and no second derivative;
-`implementation="rows"` has both. The kernels are written in Pallas' Mosaic GPU. It is
-imported where it runs, since some machines lack it.
+`implementation="rows"` has both. The kernels are written in Pallas' Mosaic GPU, which
+some machines lack, so their files are imported when they run.
 """
 
 from functools import partial
@@ -32,10 +32,10 @@ from symjax.attention.core.visibility import Visibility
 from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
 
-HEAD, VALUE = 64, 128  # head sizes that registers and shared memory are laid out for
-OFFSET = 64  # causal offsets that are a multiple of this need no intervals
-# The kernel gives hidden pairs a large negative score. It is below all visible scores
-# if the scale is in this range.
+HEAD, VALUE = 64, 128  # sizes of keys and values that the kernels support
+OFFSET = 64  # causal calls need no intervals if S − T is a multiple of this
+# Scales with which the score of hidden pairs, a large negative number, is below all
+# visible scores.
 SCALES = 2.0**-60, 2.0**20
 
 
@@ -120,9 +120,8 @@ def _row_intervals(
 ) -> RowIntervals | None:
     """Return the interval of keys that each row sees, or None if the kernel needs none.
 
-    It needs none if rows see all keys. It also needs none if rows see all keys up to
-    their own position and the offset is a multiple of `OFFSET`, so that blocks of keys
-    on the diagonal are aligned with blocks of rows.
+    It needs none if rows see all keys, or all keys up to their own position and the
+    offset is a multiple of `OFFSET`.
     """
     (left, right), runs = visibility.window, visibility.key_segments
     if runs is None and left is None:
@@ -152,14 +151,14 @@ def differential(
 ) -> Float[Array, "B T N 128"]:
     """Return softmax(q₁ k₁ᵀ) v − λ softmax(q₂ k₂ᵀ) v.
 
-    The sub-heads of a head are neighbours: 2n is q₁ of head n, and 2n + 1 is q₂. Blocks
-    of keys that no row of a tile sees cost nothing.
+    Query head 2n is q₁ of head n, and 2n + 1 is q₂. Blocks of keys that no row of a
+    tile sees are skipped.
 
     Args:
         static: how to interpret the kernels (None: not at all), the scale of scores,
-            and whether attention is causal (aligned at the last key; S − T has to be a
-            multiple of 64).
-        intervals: the keys that each row sees, one at least. They replace `causal`.
+            and whether attention is causal. If it is causal and there are no intervals,
+            the last row sees the last key, and S − T is a multiple of 64.
+        intervals: the keys that each row sees, at least one.
     """
     return _differential_forward(static, query, key, value, lam, intervals)[0]
 
@@ -180,8 +179,8 @@ def _differential_backward(
 
     interpret, scale, causal = static
     (query, key, value, lam, intervals), output, second, normaliser = residuals
-    # Several kernels read this array. The barrier makes them read it in bfloat16 and
-    # not the wider array that it was rounded from.
+    # The barrier makes all kernels read this array in bfloat16, and not the wider array
+    # that it was rounded from.
     output_gradient = jax.lax.optimization_barrier(output_gradient)
 
     def row_sums(output: Array) -> Float[Array, "B N T"]:

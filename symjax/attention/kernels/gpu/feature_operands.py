@@ -26,8 +26,8 @@ ROUNDING = 2.0**-10  # rounding error of a weight of bounded features in TF32
 def rounded(x: Array) -> Array:
     """Round to the nearest TF32 number.
 
-    Tensor cores may truncate the bits that TF32 lacks. The errors of truncation have
-    one sign, so that they would add up in a sum.
+    Tensor cores may truncate instead. Errors of truncation have one sign and would add
+    up in a sum.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     nearest = jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
@@ -85,8 +85,8 @@ def mean_weights(
 ) -> Float[Array, "B T N M"]:
     """Divide the features of each query by the number of keys that it sees.
 
-    The divisor cancels in the output. It makes the denominator of a row its mean weight
-    instead of a sum, which can be compared with the rounding error of one weight.
+    The divisor cancels in the output. With it the denominator of a row is the mean
+    weight, which can be compared with the rounding error of a weight.
     """
     visible = ids.key >= 0
     count = jnp.cumsum(visible, axis=1)
@@ -120,12 +120,12 @@ def visible_in_chunk(
 
 
 class FeatureForm(NamedTuple):
-    """Form in which features are given to kernels.
+    """Form of the arrays that kernels get for queries and keys.
 
     Attributes:
-        exponents: whether the arrays are exponents of features. Otherwise they are the
-            features, or what `features` maps to them.
-        features: an elementwise map that kernels apply.
+        exponents: whether the arrays are exponents of features.
+        features: an elementwise map by which kernels compute features from the arrays;
+            None if the arrays are features or exponents.
         bounded: whether features are at most 1 and may change sign. The denominator of
             a row then is its mean weight.
     """
@@ -137,7 +137,7 @@ class FeatureForm(NamedTuple):
 
     @property
     def nothing(self) -> float:
-        """The exponent, or the feature, of a key that weighs nothing."""
+        """The exponent, or the feature, of a key with weight 0."""
         return -jnp.inf if self.exponents else 0.0
 
     def features_of(self, x: Array) -> Array:
@@ -154,8 +154,8 @@ class FeatureForm(NamedTuple):
             shift: with exponents, the largest x + highest of each row, so that weights
                 are at most 1; otherwise the divisor of the row.
         """
-        # The shift is itself a sum x + highest. So this order of operations makes the
-        # largest weight exactly 1.
+        # In this order of operations the largest weight is exactly 1, since the shift
+        # is a sum x + highest.
         if self.exponents:
             return jnp.exp((x + highest) - shift)
         return self.features_of(x) / shift

@@ -3,9 +3,9 @@
 An adapter makes the arrays of the kernels from the arrays of a call: hidden tokens are
 0, and time is padded to whole chunks.
 
-Features that are exponentials may underflow in a row if those of a later key of its
-chunk are much larger than those of all keys that the row sees. The fallback computes
-such rows again, one chunk after the other (`core.underflow`).
+A row of exponential features underflows if a later key of its chunk has features that
+are much larger than those of the keys that the row sees. The fallback computes such
+rows again (`core.underflow`).
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ from symjax.attention.kernels.operands import (
 class GpuFeatures(NamedTuple):
     """Performer, linear and cosine attention, with bfloat16 operands.
 
-    Features are bounded or never negative. The kernels compute elementwise features if
-    these fill whole blocks. XLA computes all others in float32.
+    Features must be bounded or never negative. If they are elementwise and fill whole
+    blocks, the kernels compute them. XLA computes all others, in float32.
     """
 
     recurrence: Any

@@ -5,8 +5,8 @@
         one, two = weights / weights.sum(axis=-1, keepdims=True)
         return (one - lam * two) @ v
 
-The maps may be those of any mechanism. A mechanism that computes no maps has two
-outputs, which are subtracted: A₁V − λA₂V.
+The maps may be those of any mechanism. If a mechanism computes no maps, its outputs are
+subtracted: A₁V − λ(A₂V).
 """
 
 import math
@@ -84,10 +84,10 @@ def differential(
 ):
     """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
-    Output head n has query head 2n as branch 1 and query head 2n + 1 as branch 2. The
-    2K heads of key are ordered alike. If K < N, several output heads share a key head
-    with both its branches. The norm over each head and the factor 1 − λ_init belong to
-    the layer (`symjax.layers.attention`).
+    Branch 1 of output head n is query head 2n, and branch 2 is query head 2n + 1. The
+    2K heads of key are ordered alike. If K < N, several output heads share the two key
+    heads of a value. The norm over each head and the factor 1 − λ_init belong to the
+    layer (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):

@@ -164,7 +164,9 @@ def segment_state_before(
     segment: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Any:
-    """Return the state of the first token's segment before that token.
+    """Return the state before the first token of this device, in its segment.
+
+    It has read the tokens of earlier devices that are in the segment of that token.
 
     Args:
         own: the state of the last segment on this device, arrays [B …].

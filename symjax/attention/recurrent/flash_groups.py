@@ -9,8 +9,8 @@ A row is the sum of two parts:
   the far part reads all groups.
 
 `attend_groups` computes all tokens of a sequence, `prefill` continues from a state, and
-`step` decodes one token. Hidden tokens and padding have zeros as keys and values, which
-weigh nothing in either part.
+`step` decodes one token. Hidden tokens and padding have zeros as keys and values, so
+their weights are 0 in both parts.
 """
 
 from dataclasses import dataclass

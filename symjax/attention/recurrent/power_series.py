@@ -30,8 +30,8 @@ from symjax.attention.recurrent.chunks import (
 from symjax.attention.recurrent.decays import chunk_decays, times_decay
 from symjax.attention.recurrent.recurrence import Schedule
 
-# With so many terms e^A is exact up to rounding for eigenvalues of A up to 55 in
-# float64, and up to 80 in float32, whose largest number is e^88.
+# With these terms e^A is exact up to rounding for eigenvalues of A up to 55 in float64,
+# and up to 80 in float32.
 TERMS = 128
 
 

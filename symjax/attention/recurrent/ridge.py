@@ -11,10 +11,8 @@ A chunk does it for all of its tokens with one factorisation: G = I + β K P K�
 diag(D) Lᵀ, Z = L⁻¹ K P, E = diag(1/D) L⁻¹ (V − K W). The rows of Z are the z of the
 tokens, and those of E are the errors of the regression after each token has been read.
 
-Long keys make P small. The formula of Sherman and Morrison for P itself subtracts large
-matrices: where β k·k is 1e6, float32 would leave it one digit. F loses half as many
-digits as P. W is not computed as β P S, where P is large and S nothing but roundoff in
-all directions in which there was no key.
+The state has F and not P, since an update of P subtracts nearly equal matrices if β k·k
+is large. F loses half as many digits as P.
 """
 
 from dataclasses import dataclass

@@ -141,8 +141,8 @@ class Steps(NamedTuple):
         """Return a micro-batch's contribution to the losses: (minimised, reported).
 
         Losses and z-losses are sums over targets, divided by the number of targets of
-        the whole batch. Ponder costs (the number of times that a universal model
-        applies its block to a token) are means over the tokens of the whole batch.
+        the whole batch. Ponder costs, which only universal models have, are means over
+        the tokens of the whole batch.
 
         Args:
             count: number of targets of the whole batch.

@@ -61,8 +61,8 @@ def gau(
 ) -> Float[Array, "B T N V"]:
     """Return relu²(q·k·scale + bias) V / divisor, the attention of a gated unit.
 
-    Time O(T S (H + V)) per head, half of it if causal; memory linear in T and S.
-    Weights are float32 at least. A row that sees no key is zero.
+    Time O(T S (H + V)) per head; memory linear in T and S. Weights are float32 at
+    least. A row that sees no key is zero.
 
     A gated attention unit has one head, with a small query and key (128) and wide
     values. Several heads work as in softmax.

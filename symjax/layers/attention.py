@@ -5,8 +5,8 @@ A layer combines three choices, which are keys of model.attention:
 symmetric        how keys and values are made: by their own projections, or keys from
                  the queries, or values from the keys
 mechanism        how the weight of a query and a key is computed
-differential     none: one map; v1: A₁ − λA₂ with one λ per layer; v2: with one λ per
-                 token and head
+differential     none: one map; v1: A₁ − λA₂ with one λ per layer; v2: A₁ − λA₂ with one
+                 λ per token and head
 
 `symjax.layers.validate` refuses combinations that exclude each other. The weights of
 the mechanism come from a `Part` (`symjax.layers.parts`). `Mixer` runs the mechanism.

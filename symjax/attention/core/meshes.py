@@ -64,7 +64,7 @@ def rows_alone(tokens: Any) -> P:
 
 
 def rows_and_state(tokens: Any) -> tuple[P, P]:
-    """Return the sharding of rows, and that of a state [B …], split by example."""
+    """Return the shardings of rows and of a state [B …], which is split by example."""
     rows = rows_alone(tokens)
     return rows, P(rows[0])
 

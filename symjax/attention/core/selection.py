@@ -10,9 +10,8 @@ Values = Array | float
 def where(condition: Bool[Array, "*#shape"], chosen: Values, other: Values) -> Array:
     """Return `chosen` where `condition` is True, else `other`.
 
-    The values are those of `jnp.where`. That function is jitted, so it adds a function
-    to the program for each set of shapes, forward and backward. The operations here
-    become operations of the caller.
+    The result equals that of `jnp.where`. But `jnp.where` is jitted: each call with new
+    shapes adds a function to the program. Here no function is added.
     """
     values = chosen, other
     dtype = jnp.result_type(*values)

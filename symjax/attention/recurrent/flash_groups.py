@@ -3,7 +3,7 @@
 A row is the sum of two parts:
 
 - The near part is quadratic attention to the group of the row, with weights relu². The
-  row-block engine (`scores/rows.py`) takes each group as an example of its own.
+  row-block engine (`scores/rows.py`) takes each group as one example.
 - The far part is linear attention without a denominator to earlier groups. Its state is
   the sum Σ k vᵀ over these groups. Its recurrence is `EarlierGroups`. Without causality
   the far part reads all groups.
@@ -151,7 +151,7 @@ def prefill(
     state: FlashState,
     count: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T N V"], FlashState]:
-    """Return the rows of tokens after those of a state, and the state after them.
+    """Return the rows of tokens that follow a state, and the state after the tokens.
 
     The tokens are written after those of the state's unfinished group. Each example has
     its own number of tokens in that group.

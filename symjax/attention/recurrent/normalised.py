@@ -20,8 +20,9 @@ Exponents. `linear_state.py` divides a state by exp(running_max), and a row by
 exp(shift), so that features stay in the range of float32:
 
 - For each feature all rows of a chunk share one maximum, over the state and all keys of
-  the chunk. Its factor cancels in the division of the row. So a later key of the chunk
-  changes a row by rounding errors alone, and rows of earlier chunks not at all.
+  the chunk. exp(maximum) divides the numerator and the denominator of a row, so that it
+  cancels. So a later key of the chunk changes a row by rounding errors alone. It does
+  not change rows of earlier chunks.
 - A row underflows if the features of a later key of its chunk are e⁴⁶ times larger than
   those of all keys that the row sees. `core/underflow.py` computes such a row again,
   with the maximum of the keys that it sees.

@@ -54,7 +54,7 @@ class PreparedMesa(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """Results of a chunk's tokens, in turn, from the state before the chunk.
+    """Results of reading a chunk's tokens into the state before the chunk.
 
     Attributes:
         reach: which rows [B 1 T 1] read the state before the chunk, or None: all.

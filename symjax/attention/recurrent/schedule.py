@@ -144,7 +144,7 @@ def run_on_accelerators(
     state: Any,
     span: Span,
 ) -> tuple[Any, Any]:
-    """Run chunks in parallel where the schedule allows it, else in turn."""
+    """Run chunks in parallel if the schedule allows it, else one after the other."""
     given = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
     one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()

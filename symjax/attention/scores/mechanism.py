@@ -302,7 +302,7 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
 def _visibility(arguments: ScoreArguments) -> Visibility:
     """Return which keys each row sees, without the mask.
 
-    With `axis_name`, rows are those of a device and keys those of all devices.
+    With `axis_name`, rows are of this device, and keys of all devices.
     """
     time, keys = arguments.query.shape[1], arguments.key.shape[1]
     first: int | Array = keys - time

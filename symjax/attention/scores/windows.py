@@ -120,8 +120,8 @@ def attend_window_of_device(
 ) -> Float[Array, "B N T V"]:
     """Return the rows of one device, for time split over a mesh axis.
 
-    The position of the first row is known only at run time. The keys in the window of
-    the device's rows are cut from those of all devices, then `attend_window` runs.
+    The position of the first row is known only at run time. So the keys in the window
+    of the device's rows are cut from the keys of all devices, before `attend_window`.
     """
     first = operands.visibility.rows[0, 0]
     left, right = operands.visibility.window

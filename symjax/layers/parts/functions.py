@@ -88,7 +88,7 @@ def _operands_of_mesa(
 def _flops_of_mesa(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of a recurrence with two states.
 
-    The state [H H] is read and written like that of the values. The factor of a chunk
+    The state [H H] is read and written like the state [H V]. The factor of a chunk
     is an inverse that multiplies keys and values.
     """
     sizes, chunk = mixer.sizes, min(chosen.chunk_size, length)

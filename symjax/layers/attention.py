@@ -53,7 +53,11 @@ PROJECTIONS = {
 
 
 class Lambda(nnx.Param):
-    """Learned λ vector of differential V1; `nnx.state(model, Lambda)` returns all."""
+    """Learned λ vector of differential V1; `nnx.state(model, Lambda)` returns all.
+
+    `symjax.training.optimizer` keeps weights with "lambda" in their path out of weight
+    decay.
+    """
 
 
 class Attention(nnx.Module):

@@ -116,10 +116,9 @@ class Mixer:
         """Return the decoding state before the first of at most `length` tokens.
 
         Args:
-            head_size: size of the keys that the mechanism receives, if the layer maps
-                them to features.
-            forgets: whether scores have forget gates; the cache then has a place for
-                the log-decay of each key.
+            head_size: size of keys after a learned feature map of the layer, if there
+                is one.
+            forgets: whether scores have forget gates, whose log-decays are cached.
             arrays: other arguments of the mechanism's empty state.
         """
         size = head_size or self.sizes.head_size

@@ -78,8 +78,9 @@ class Features(NamedTuple):
             division by the denominator.
         pairs: (einsum, φ(q), φ(k), divisor) → weights φ(q)·φ(k) / divisor of all pairs,
             computed from the sources of the features. Maps whose features change sign
-            need it, because the sum over features would lose digits. The divisor is the
-            number by which `Normalised.prepare` has divided φ(q). None for other maps.
+            may have it, because a sum over features may lose digits. The divisor is the
+            number by which `Normalised.prepare` has divided φ(q). None: weights are
+            sums over features.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative: H → n: the first n features of a key are never negative. "squared"
             has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
@@ -94,9 +95,9 @@ class Features(NamedTuple):
             cosine. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
-        exponential: the signs s of features exp(s w·x √scale + offset) of random rows
-            w; a key's features also have the factor exp(−scale |x|²/2). Empty for other
-            features.
+        exponential: (1,) for features exp(w·x √scale + offset) of random rows w, and
+            (1, −1) if they are followed by those of −w. Features of a key have another
+            factor, exp(−scale |x|²/2). Empty for other features.
         exponents: whether features have an exponent, so that rows may underflow.
     """
 

@@ -143,7 +143,8 @@ class ScoreMechanism:
             positions: positions of the queries among the keys, by default the last T.
             segment_ids: tokens see only their own run of equal ids; needs T = S.
             lam: λ of differential attention. With r = 1, heads 2n and 2n + 1 become one
-                head with weights w[2n] − lam[n]·w[2n+1].
+                head with weights w[2n] − lam[n]·w[2n+1]. Key may have more heads than
+                value, see `symjax.attention.differential`.
             signals: r, see `symjax.attention.differential`.
             implementation: what computes the rows. None chooses a kernel if one
                 supports the call (see `symjax.attention.kernels.dispatch`), else

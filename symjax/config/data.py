@@ -45,8 +45,9 @@ class Data(Keys):
     )
     documents: str = key(
         "auto",
-        "documents in a row of a decoder. joined: they see each other; separate: they "
-        "do not; auto: separate if the text has several documents",
+        "documents in a row of a decoder. joined: a token also sees the documents "
+        "before its own; separate: it does not; auto: separate if the text has several "
+        "documents",
         ("auto", "separate", "joined"),
     )
     bos: str = key(

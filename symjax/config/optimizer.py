@@ -82,8 +82,8 @@ class Optimizer(Keys):
     )
     spike: float = key(
         0.0,
-        "a gradient is a spike if its norm is above this many times the mean of the "
-        "last steps; 0: off",
+        "a gradient is a spike if its norm is above this many times the mean of about "
+        "the last 50 steps, after the first 20 steps; 0: off",
         least=0,
     )
     z_loss: float = key(

@@ -2,8 +2,9 @@
 
     examples.py   `open_examples`: the entry; a run gets all its rows from `Examples`
     corpus.py     text → token ids in a folder, packed once: `open_corpus`, `Corpus`
-    batches.py    row number → window of the packed text: `Examples`, `training_windows`
-    shuffle.py    row number → window number, in a new order every epoch
+    batches.py    the rows of batches, windows of the packed text: `Examples`,
+                  `training_windows`
+    shuffle.py    the window that a row shows, in a new order every epoch
     documents.py  documents in a row: `with_segment_ids`
     boundaries.py the tokens that packing writes between documents
     sources/      where text comes from, and how to add a source (see its docstring)
@@ -31,12 +32,12 @@ From the packed file to the gradient, in the order of calls:
     `shuffle.shuffled` turn row numbers into places in the text. `_cut_windows` reads
     length + 1 tokens from each place (`PackedArray.__getitem__`, one `os.pread`); the
     first `length` are inputs, the last `length` targets. `documents.with_segment_ids`
-    adds the document of each token if documents are kept apart.
+    adds the document of each token if documents are separate.
 5.  `train` calls the compiled step with inputs and targets: `Steps.train`
     (`training/step.py`) takes `jax.value_and_grad` of `Steps.loss`, which calls
     `loss.hidden_of` (the model's `hidden`) and `loss.objective`.
 
-A document boundary in a row, if documents are kept apart (`data.documents`):
+A document boundary in a row, if documents are separate (`data.documents`):
 
 -   `store/writer.py` has written a token at the boundary (`boundaries.boundaries`) and
     the place where the document ends (`train_ends.npy`).
@@ -45,8 +46,8 @@ A document boundary in a row, if documents are kept apart (`data.documents`):
     the first input of the second. If they share none, the last token of a document has
     the target −1.
 -   The model hides other documents from each token: attention masks pairs of different
-    ids, the states of recurrences restart, convolutions read zeros, and positions begin
-    at 0 (`layers/segments.py`).
+    ids, the states of recurrences start empty in each document, convolutions read zeros
+    before it, and its positions begin at 0 (`layers/segments.py`).
 -   The loss leaves out targets below 0.
 
 If documents are joined, there are no ids: a token sees all earlier tokens of its row.

@@ -1,9 +1,9 @@
 """Agreement among the processes of one run.
 
 All processes run the same program, and if one enters a collective, all must enter it.
-In two cases the other processes must be told, or they wait for ever: if a process fails
-alone (for instance because only it cannot read a file), and when process 0 writes files
-alone.
+If a process fails alone, for instance because only it cannot read a file, the others
+must learn of it, or they would wait for ever (`all_succeed`). If process 0 writes files
+alone, the others must wait for it (`on_process_zero`, `process_zero_first`).
 
 Messages are arrays of bytes, which jax's `multihost_utils` gathers over all devices.
 With one process, these functions only call the given task.

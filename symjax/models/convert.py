@@ -59,9 +59,9 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # Weights that act on queries → the weights that act on projected keys.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# Keys that change the function of the same weights, or add weights that change it.
-# `changes` adds keys that do so in some models only. All other keys convert the weights
-# exactly or do not affect the function.
+# Keys by which the target computes another function than the source. Some other keys do
+# so in some models only; `changes` adds those. With all remaining keys the function of
+# the converted weights is the same.
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),

@@ -15,9 +15,9 @@ from symjax.models.build import abstract, decoder_of
 def forward_flops(options: config.Model, parameters: int) -> float:
     """Return the operations of the forward pass per token; a multiply-add counts two.
 
-    Each weight costs 2 for each time that it multiplies a token. The work of attention
-    at the model's length is added. XLA's cost analysis cannot replace the formula: it
-    counts the body of a scan once.
+    Each weight costs 2 operations for each time that it multiplies a token. The
+    operations of attention in a row of model.length tokens are added. XLA's cost
+    analysis cannot replace the formula: it counts the body of a scan once.
 
     Args:
         parameters: number of weights of the model.

@@ -57,10 +57,10 @@ class Decoder(nnx.Module):
         Args:
             dropout_key: turns dropout on, as in training.
             watch: function that is called in each block, as in `symjax.layers.Block`.
-            segment_ids: tokens see only their own run of equal ids, and positions
-                restart in each document: outputs are those of each document alone. The
-                mechanism flash is an exception: its groups do not restart with a
-                document.
+            segment_ids: equal ids that follow each other are one document. A token
+                sees only its own document, and positions begin at 0 in each document.
+                So outputs are those of each document alone, except with the mechanism
+                flash, whose groups do not begin anew with a document.
         Raises:
             ValueError: more tokens than learned positions.
         """

@@ -57,10 +57,11 @@ symjax-train, the same from any directory
   --help [GROUP]           this text, with the values that --config gives; or only
                            the keys of one group, for instance --help model
 
-The first signal (Ctrl-C, SIGTERM) saves a checkpoint, a second one exits at once. With
-several processes SIGTERM saves, and Ctrl-C exits at once. Exit codes: 0 complete, 2 bad
-input, 1 a loss that is not finite, out of memory or another process failed, 130 and 143
-interrupted, 134 ended by jax because another process died or did not start.
+The first signal (Ctrl-C, SIGTERM) saves a checkpoint after the current step and ends
+the run, a second one exits at once. With several processes SIGTERM saves, and Ctrl-C
+exits at once. Exit codes: 0 complete; 1 a loss or gradient that is not finite, out of
+memory, or another process failed; 2 bad input; 130 and 143 interrupted by Ctrl-C and
+SIGTERM; 134 ended by jax because another process died or did not start.
 """
 OPTIONS = "model.attention.options."  # prefix of the keys that mechanisms declare
 BOOLEANS = {

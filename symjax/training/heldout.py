@@ -96,8 +96,7 @@ def attention_statistics(run: Run, state: State) -> dict[str, float]:
     """Return entropy and largest logit of every layer, by the names in metrics.jsonl.
 
     They are measured on 4 held-out rows, one after another. Rows are cut to 512 tokens
-    if the examples allow shorter rows. Every device reads the whole row, and computes
-    the heads whose weights it has. A row counts as one document, also if it holds
+    if the examples allow shorter rows. A row counts as one document, also if it holds
     several. The dict is empty if log.attention is off.
     """
     if not run.options.log.attention:

@@ -1,8 +1,9 @@
 """Checks before a run starts: its configuration and its data against its checkpoints.
 
-`saved_meta` compares the configuration with the newest checkpoint, `as_begun` returns
-the configuration to train with, `open_data` opens or packs the data and compares them,
-and `with_vocabulary` fills in the sizes that the data decide.
+`saved_meta` compares the configuration with the newest checkpoint. `as_begun` returns
+the configuration to train with. `open_data` opens or packs the data and compares their
+hash with that in the checkpoint. `with_vocabulary` sets the sizes that depend on the
+data.
 """
 
 import dataclasses
@@ -100,8 +101,7 @@ def open_data(
     Raises:
         ValueError: the data are damaged, too short, invisible to this process or not
             those of the checkpoint. Also if the workdir has metrics but neither data
-            nor checkpoints. No run wrote such metrics, since a run packs its data
-            before it writes metrics.
+            nor checkpoints: a new run would overwrite the metrics.
     """
     folder = data_folder(workdir)
     packed = (folder / MANIFEST).exists()

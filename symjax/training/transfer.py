@@ -9,10 +9,10 @@ maps      the KL divergence Σ_s a_s ln(a_s / b_s), where a is a row of the sour
           and b the same row of the model's map; it has the gradient of cross-entropy
 outputs   the mean squared error of the outputs of the layer
 
-A step costs a forward pass of the source, a forward pass of each attention layer, and a
-backward pass through each of these layers alone. `maps` takes O(B N T²) memory for
-every layer, and computes attention with T value features in both models. After the
-transfer the optimizer and its schedule begin, and all weights train.
+A step costs a forward pass of the source, and a forward and a backward pass of each
+attention layer of the model. `maps` takes O(B N T²) memory for every layer, and
+computes attention with T value features in both models. After the transfer the
+optimizer and its schedule begin, and all weights train.
 
 Source: Zhang et al. 2024, arXiv:2402.04347 (maps); Zhang et al. 2024, arXiv:2410.10254
     (outputs); Goldstein et al. 2025, arXiv:2505.03005.
@@ -38,7 +38,7 @@ from symjax.training.optimizer import Guarded, Stacks, optimizer
 from symjax.training.sharding import compiler_options
 from symjax.training.step import TRANSFER_ERROR, Program, State, accumulated
 
-LEAST = 1e-8  # smaller weights of a map are replaced by this one in logarithms
+LEAST = 1e-8  # logarithms of the weights of a map are taken of at least this value
 
 
 def check(options: config.Config) -> None:

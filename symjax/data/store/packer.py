@@ -2,9 +2,9 @@
 
     python -m symjax.data.store.packer   reads a `PackRequest` as JSON from stdin
 
-It is a separate process, because tokenizing in a thread would hold the interpreter's
-lock for as long as a training step. It ends when the process that started it ends,
-since then its stdin is closed. If it is killed, the next packer continues from
+It is a separate process, because a thread that tokenizes would hold Python's global
+lock and delay the training steps. It ends when the process that started it ends, since
+then its stdin is closed. If it is killed, the next packer continues from
 `progress.json`.
 
 `corpus.json` is written last. Until then, the folder of the corpus has:

@@ -1,6 +1,6 @@
-"""A corpus that is read while another process still packs it: see `packer`.
+"""A corpus that is read while another process (`packer`) still packs it.
 
-It grows by whole shards. The shards follow each other, and the rows of each shard are
+It grows by whole shards. An epoch reads the shards in order, and the rows of each shard
 in a pseudo-random order. So the text of a row does not depend on how many shards are
 packed.
 """
@@ -35,7 +35,7 @@ from symjax.data.store.packer import HEAD, PROGRESS, PackRequest, read_progress
 from symjax.data.store.writer import Counts
 from symjax.storage import check_writable
 
-SHARD = 1 << 24  # tokens per shard, such as 8,192 rows of 2,048 tokens
+SHARD = 1 << 24  # tokens per shard, which give 8,190 rows of 2,048 tokens
 POLL_SECONDS = 0.2  # between two looks at the progress of the packer
 REPORT_SECONDS = 30.0  # between two lines while a run waits for the packer
 

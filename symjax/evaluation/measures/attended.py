@@ -6,9 +6,9 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
 
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
-the uniform map, which gives the same weight to all keys that a row of the layer sees;
-the table of `noise` has it for the answer alone. A larger share means that the
-attention favours these keys.
+the uniform map, which gives the same weight to all keys that a row of the layer sees
+(in `noise` for the answer alone). If the share of a layer is larger than that of the
+uniform map, its attention favours these keys.
 
     noise        shares on the answer, on the context and elsewhere: how much of the
                  attention goes to the tokens that matter
@@ -81,7 +81,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
     compare the rows A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the
     subtraction has removed noise.
 
-    In text, for row t with the next token x_{t+1}:
+    In text with the tokens x, for row t, whose target is the next token x_{t+1}:
         answer     the keys s ≤ t with x_s = x_{t+1}; rows without such keys are left
                    out
         context    the last 16 keys, t included, except answers

@@ -37,7 +37,8 @@ def entropy(run: LoadedRun, options: Options) -> Result:
     """Measure the entropy of rows by the number n of keys they see, beside ln n.
 
     The slope dH/d ln n is 1 for uniform attention, and 0 if the effective number of
-    keys does not depend on n. Row t of a decoder sees t keys. The windows of an encoder
+    keys does not depend on n. Row t of a decoder counts as one that sees t keys, also
+    if the option `window` or `mask_self` hides some of them. The windows of an encoder
     are cut to their first n tokens (`mean_by_keys`).
     """
     counts, means = mean_by_keys(

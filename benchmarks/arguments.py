@@ -12,10 +12,11 @@ def positive(word: str) -> int:
 
 
 def numbers(word: str) -> str:
-    """Return the word if it is a list of whole numbers between commas."""
-    if not all(x.strip().isdecimal() for x in word.split(",")):
+    """Return a list of whole numbers between commas, without spaces."""
+    parts = [x.strip() for x in word.split(",")]
+    if not all(x.isdecimal() for x in parts):
         raise ArgumentTypeError(f"{word!r} must be whole numbers between commas")
-    return word
+    return ",".join(parts)
 
 
 def output(word: str) -> Path:

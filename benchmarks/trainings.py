@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from symjax.checkpoints.checkpoint import Checkpoints
+from symjax.distributed.exit_codes import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SAVING = 30  # seconds before the end at which runs are told to save and stop
@@ -30,35 +31,46 @@ def train_together(
     """Train the runs that are not complete, and return those that still are not.
 
     Runs start in their order, `together` at a time. A run that is stopped saves its
-    state first, so that the same call continues it.
+    state first, so that the same call continues it. All are stopped if one fails, and
+    if this process gets Ctrl-C or, below `run_and_exit`, SIGTERM.
 
     Args:
         runs: workdir → words of train.py, with --config.steps.
         seconds: time until all are stopped; None: no limit.
     Raises:
-        RuntimeError: a run fails; the others are stopped.
+        Refused: a run fails. The exception has its exit code.
     """
     end = time.monotonic() + seconds - SAVING if seconds else float("inf")
-    waiting = [x for x, words in runs.items() if not is_complete(x, runs[x])]
+    waiting = [x for x, words in runs.items() if not is_complete(x, words)]
     running: dict[Path, subprocess.Popen] = {}
-    while (waiting or running) and time.monotonic() < end:
-        while waiting and len(running) < together:
-            workdir = waiting.pop(0)
-            command = [sys.executable, str(ROOT / "train.py"), *runs[workdir]]
-            command += ["--workdir", str(workdir)]
-            running[workdir] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        time.sleep(0.2)
-        ended = {
-            x: process for x, process in running.items() if process.poll() is not None
-        }
-        for workdir, process in ended.items():
-            del running[workdir]
-            if process.returncode:
-                _stop(running.values())
-                code = process.returncode
-                raise RuntimeError(f"{workdir} ended with exit code {code}")
-    _stop(running.values())
+    try:
+        while (waiting or running) and time.monotonic() < end:
+            while waiting and len(running) < together:
+                workdir = waiting.pop(0)
+                running[workdir] = _start(workdir, runs[workdir])
+            time.sleep(0.2)
+            for workdir, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[workdir]
+                if code := process.returncode:
+                    code = code if code > 0 else 128 - code  # ended by a signal
+                    line = f"{workdir}: train.py ended with exit code {code}"
+                    raise Refused(line, exit_code=code)
+    finally:
+        _stop(running.values())
     return [x for x, words in runs.items() if not is_complete(x, words)]
+
+
+def _start(workdir: Path, words: Sequence[str]) -> subprocess.Popen:
+    """Start train.py in a process group of its own.
+
+    A second signal would keep train.py from saving. In the group of this process it
+    would get Ctrl-C from the terminal and SIGTERM from `_stop`.
+    """
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    command += ["--workdir", str(workdir)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0)
 
 
 def _stop(processes) -> None:

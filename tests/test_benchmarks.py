@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import zipfile
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +19,7 @@ import pytest
 from runs import ROOT, write_text
 
 from symjax import attention
+from symjax.distributed.exit_codes import exit_of
 from symjax.estimate import targets
 
 
@@ -106,6 +110,72 @@ def test_the_study_runs_processes_and_resumes(monkeypatch, tmp_path):
     slower = device_study.study(Row("study", "3l at 3e-4"), sizes, 600)
     assert set(slower) == set(found) and slower != found
     assert len([*out.glob("3e-4/*/metrics.jsonl")]) == 2
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Return the processes that `trainings` starts: train.py of `tmp_path`."""
+    import trainings
+
+    started = []
+
+    class Program(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            started.append(self)
+
+    monkeypatch.setattr(trainings, "ROOT", tmp_path)
+    changed = {**vars(subprocess), "Popen": Program}
+    monkeypatch.setattr(trainings, "subprocess", SimpleNamespace(**changed))
+    return started
+
+
+RUNS = {Path("a"): ["--config.steps=1"], Path("b"): ["--config.steps=1"]}
+
+
+def test_a_run_that_fails_stops_the_others_and_passes_its_exit_code_on(
+    programs, tmp_path
+):
+    from trainings import train_together
+
+    lines = (
+        "import sys, time",
+        'time.sleep(0 if "a" in sys.argv else 60)',
+        "sys.exit(3)",
+    )
+    (tmp_path / "train.py").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match="a: train.py ended with exit code 3") as found:
+        train_together(RUNS, 2)
+    assert exit_of(found.value).exit_code == 3
+    assert [x.returncode for x in programs] == [3, -signal.SIGTERM]
+
+
+def test_an_interruption_stops_the_runs_by_one_signal(programs, tmp_path, monkeypatch):
+    """A second one, from the terminal, would keep train.py from saving."""
+    import trainings
+
+    (tmp_path / "train.py").write_text("import time; time.sleep(60)")
+    groups = []
+
+    def interrupt(_):
+        groups.extend(os.getpgid(x.pid) for x in programs)
+        raise KeyboardInterrupt
+
+    clock = SimpleNamespace(sleep=interrupt, monotonic=time.monotonic)
+    monkeypatch.setattr(trainings, "time", clock)
+    with pytest.raises(KeyboardInterrupt):
+        trainings.train_together(RUNS, 2)
+    assert len(groups) == 2 and os.getpgid(0) not in groups
+    assert [x.returncode for x in programs] == [-signal.SIGTERM] * 2
+
+
+def test_lists_of_numbers_lose_their_spaces():
+    from arguments import numbers
+
+    assert numbers("0, 1 ,12") == "0,1,12"
+    for word in ("0,", "one", "-1", ""):
+        with pytest.raises(ArgumentTypeError, match="whole numbers between commas"):
+            numbers(word)
 
 
 def test_the_rows_have_names_of_their_parts():

@@ -205,6 +205,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--temperature", "nan"], "--temperature must be 0 or more, got nan"),
         (["--temperature", "-1"], "--temperature must be 0 or more, got -1"),
         (["--lengths", "512,x"], "--lengths must be from 1 to 1048576, got 'x'"),
+        (["--lengths", ","], "--lengths must be from 1 to 1048576, got ','"),
         (["--lengths", "64", "--tasks", "loss"], "--lengths is for the task speed"),
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--window", "64", "--tasks", "loss"], "--window is for noise, self_share"),

@@ -151,13 +151,13 @@ def _rope_kinds(text: str) -> tuple[str, ...]:
 
 
 def _lengths(text: str) -> tuple[int, ...]:
-    """Return the lengths, each once, in ascending order.
+    """Return the lengths, each once, in ascending order; () for an empty text.
 
     Raises:
-        ValueError: a length is not a number from 1 to 2²⁰.
+        ValueError: a length is not a number from 1 to 2²⁰, or there are commas alone.
     """
     words = list(filter(None, map(str.strip, text.split(","))))
-    for word in words:
+    for word in words or [text] * bool(text):
         if not (word.isascii() and word.isdigit() and 1 <= int(word) <= LONGEST):
             raise ValueError(f"--lengths must be from 1 to {LONGEST}, got {word!r}")
     return tuple(sorted(set(map(int, words))))

@@ -175,8 +175,11 @@ class Loaded:
 
         Args:
             tokens: a text, or token ids [T] or [B, T], or images for an encoder of
-                images. If every document of training began with a token (data.bos),
-                it is put before a text. A classifier returns [B, classes].
+                images. If every document of training began with the BOS token
+                (data.bos), that token is put before a text.
+        Returns:
+            [B T vocabulary], or [B 1 classes] of a classifier; without B for a text or
+            token ids [T].
         Raises:
             ValueError: there are no tokens, or an id is outside the vocabulary.
         """

@@ -36,8 +36,8 @@ def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
 
     Rows are padded on the right to a power of two, at most to the model's length if
     positions are learned. A causal model does not see the padding. The number of rows
-    is padded to a power of two, too. The logits of a batch are never in memory as a
-    whole (`training.loss.token_losses`).
+    is padded to a power of two, too. Many logits are computed in parts
+    (`training.loss.token_losses`).
     """
     parts, found = nnx.split(model), {}
     for chosen, room in _batches(rows):

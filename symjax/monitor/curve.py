@@ -13,8 +13,8 @@ from symjax.monitor.metrics import rows_of
 from symjax.storage import local_folder, replaced
 
 NAME = "metrics.png"
-# Largest number of points of the training loss. Each is the mean over about equally
-# many lines of metrics.jsonl; the number of targets of a step is no weight of its line.
+# Largest number of points of the training loss. Each point is the mean over about
+# equally many lines of metrics.jsonl, which all have the same weight.
 POINTS = 400
 WIDTH = 0.02  # width of the smoothing window, as a share of the steps
 

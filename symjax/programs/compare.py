@@ -20,7 +20,8 @@ more tables are written if they have rows: differences.csv with its figure, task
 and lambda.csv.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
-only in their seed make one row.
+only in their seed make one row, also if they begin with runs of these seeds
+(init_from=FOLDER-seed0 in seed 0, FOLDER-seed1 in seed 1).
 
 Differences from the first configuration, or from --baseline, are paired by seed: the
 table has their mean and the 95 % interval of Student's t, which needs two seeds.

@@ -150,6 +150,18 @@ def test_runs_of_one_name_are_told_apart(monkeypatch):
     }
 
 
+def test_runs_that_begin_with_runs_of_their_seeds_are_one_row(monkeypatch):
+    metas = {}
+    for seed, begins in ((0, "x/soft-seed0"), (1, "x/soft-seed1"), (2, "x/soft-seed0")):
+        metas[Path(f"linear-seed{seed}")] = found = meta(seed=seed)
+        found["config"]["init_from"] = begins
+    monkeypatch.setattr(runs, "_read_meta", metas.__getitem__)
+    assert runs.group_runs(list(metas)) == {
+        "linear": [Path("linear-seed0"), Path("linear-seed1")],
+        "linear-seed2": [Path("linear-seed2")],  # begins with a run of another seed
+    }
+
+
 def test_a_run_is_compared_once(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "_read_meta", lambda _: meta())
     (tmp_path / "link").symlink_to("a")

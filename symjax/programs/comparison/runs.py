@@ -78,6 +78,9 @@ def train_missing(command: Command) -> None:
 def group_runs(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
     """Group existing runs that differ only in their seed, and name each group.
 
+    Runs may also begin from runs of their own seeds: `init_from` is A-seed0 in seed 0
+    and A-seed1 in seed 1.
+
     Raises:
         ValueError: a run is missing or given twice, or the runs have different targets,
             so that their losses cannot be compared.
@@ -100,8 +103,10 @@ def group_runs(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
     groups: dict[str, dict[int, Workdir]] = {}  # name → seed → workdir
     configs: dict[str, dict[str, Any]] = {}  # name → the configuration of its runs
     for workdir, meta in metas.items():
-        config_of_run = {**meta["config"], "seed": None, "step": meta["step"]}
         seed = meta["config"]["seed"]
+        config_of_run = {**meta["config"], "seed": None, "step": meta["step"]}
+        begins = config_of_run.get("init_from") or ""
+        config_of_run["init_from"] = begins.removesuffix(f"-seed{seed}")
         fitting = (
             name
             for name, group in groups.items()

@@ -103,20 +103,21 @@ def each_branch(
         return compute(operands)[:, :, None]
     lam = operands["lam"]
     first = operands | {"lam": lam._replace(array=jnp.zeros_like(lam.array))}
-    of_branches = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK")
+    of_branches = ("BTN",) if kind == "v2" else ("BTN", "BSK", "BTK", "K")
     shared = "lam", "value", "length_scale"
     swapped = {
-        name: operand._replace(array=_swap_branches(operand.array))
+        name: operand._replace(array=_swap_branches(operand))
         for name, operand in first.items()
         if operand.axes in of_branches and name not in shared
     }
     return jnp.stack([compute(first), compute(first | swapped)], axis=2)
 
 
-def _swap_branches(x: Array) -> Array:
+def _swap_branches(operand: Operand) -> Array:
     """Swap heads 2n and 2n + 1, the branches of one differential head."""
-    pairs = x.reshape(*x.shape[:2], -1, 2, *x.shape[3:])
-    return jnp.flip(pairs, axis=3).reshape(x.shape)
+    x, axis = operand.array, len(operand.axes) - 1  # heads are the last letter
+    pairs = x.reshape(*x.shape[:axis], -1, 2, *x.shape[axis + 1 :])
+    return jnp.flip(pairs, axis=axis + 1).reshape(x.shape)
 
 
 def scores_of_branches(

@@ -44,9 +44,14 @@ CASES = {
             **{"position_term": 2, "length_scale": "adaptive"},
         },
     ),
+    "mesa": (
+        {"kv_heads": 2, "depth": 1},
+        {"mechanism": "mesa", "differential": "v1", "chunk_size": 4},
+    ),
     "gated": ({"pattern": ("gau", "flash")}, {"chunk_size": 4}),
     "universal": ({"kind": "universal"}, {}),
 }
+DIFFERENTIAL = [x for x, (_, keys) in CASES.items() if "differential" in keys]
 
 
 def make(name):
@@ -58,6 +63,8 @@ def make(name):
     for path, weight in nnx.iter_graph(decoder):
         if "lambda" in "".join(map(str, path)) and isinstance(weight, nnx.Param):
             weight[...] = weight[...] * 3  # far from λ_init
+        if path[-1:] == ("ridge",):  # at first all are equal
+            weight[...] = jnp.linspace(-1.0, 3.0, weight[...].size)
     return decoder
 
 
@@ -95,7 +102,7 @@ def test_maps_times_values_are_what_the_layers_put_out(seen):
 def test_a_differential_map_is_the_difference_of_its_branches(seen):
     name, _, layers = seen
     for layer in layers:
-        assert (layer.lam is not None) == (name in ("v1", "v2", "decay", "grouped"))
+        assert (layer.lam is not None) == (name in DIFFERENTIAL)
         first, second = layer.branches[:, 0], layer.branches[:, -1]
         if layer.lam is None:
             assert layer.branches.shape[1] == 1

@@ -12,7 +12,7 @@ model.
 
 --text is the text of the tasks `text`, `deep` and `convert`. Other words
 --config.KEY=VALUE apply to every run, for instance --config.steps=100 for a trial. Give
-a trial another --out, since train.py refuses other keys in the folder of a run.
+a trial another --out, since other keys are refused in the folder of a run.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from benchmarks.arguments import existing, numbers, positive
 from benchmarks.trainings import ROOT, train_together
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.programs import compare
+from symjax.programs.commandline import parse
+from symjax.programs.comparison.runs import check_run
 
 # Model → keys that it changes in a task. Keys without one of these beginnings are keys
 # of model.attention. init_from=MODEL starts from the weights of this model, trained on
@@ -256,8 +258,10 @@ def answer(
     models = chosen.models.split(",") if chosen.models else part.models.split()
     if unknown := sorted(set(models) - set(MODELS)):
         raise ValueError(f"model {unknown[0]!r} is unknown: {', '.join(MODELS)}")
-    if TEXT in TASKS[task].keys and chosen.text is None:
-        raise ValueError(f"the task `{task}` needs --text FILE")
+    started = [key for model in models for key in MODELS[model].split()]
+    started = [x.partition("=")[2] for x in started if x.startswith("init_from=")]
+    if chosen.text is None and (started or TEXT in TASKS[task].keys):
+        raise ValueError(f"the task `{'text' if started else task}` needs --text FILE")
     seeds = chosen.seeds.split(",")
 
     def train(task: str, models: list[str]) -> None:
@@ -268,10 +272,10 @@ def answer(
             ]
             for seed, model in itertools.product(seeds, models)
         }
+        for workdir, words in runs.items():  # complete runs, too
+            check_run(parse([*words, "--workdir", str(workdir)]))
         train_together(runs, chosen.together)
 
-    started = [key for model in models for key in MODELS[model].split()]
-    started = [x.partition("=")[2] for x in started if x.startswith("init_from=")]
     if started:
         train("text", list(dict.fromkeys(started)))
     train(task, models)

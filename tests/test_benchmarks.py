@@ -660,6 +660,7 @@ def test_every_model_of_the_answers_is_a_run(tmp_path):
         (["symmetry/mqar", "--models", "soft"], "model 'soft' is unknown"),
         (["symmetry/text"], "task `text` needs --text FILE"),
         (["linear/deep"], "task `deep` needs --text FILE"),
+        (["symmetry/mqar", "--models", "to_t2r"], "task `text` needs --text FILE"),
     ],
 )
 def test_wrong_words_of_the_answers_are_refused(words, message, capsys):
@@ -673,10 +674,11 @@ def test_wrong_words_of_the_answers_are_refused(words, message, capsys):
 def test_a_conversion_first_trains_the_model_that_it_starts_from(tmp_path, monkeypatch):
     import answers
 
-    text, trained = write_text(tmp_path), []
+    text, trained, checked = write_text(tmp_path), [], []
     monkeypatch.setattr(
         answers, "train_together", lambda runs, together: trained.append(runs)
     )
+    monkeypatch.setattr(answers, "check_run", lambda run: checked.append(run.workdir))
     monkeypatch.setattr(answers.compare, "main", lambda words: None)
     words = [
         "--models",
@@ -690,5 +692,6 @@ def test_a_conversion_first_trains_the_model_that_it_starts_from(tmp_path, monke
     first, second = trained
     source = tmp_path / "text" / "performer-seed5"
     assert source in first and len(first) == len(second) == 4
+    assert list(map(str, checked)) == list(map(str, (*first, *second)))
     words = second[tmp_path / "convert" / "to_softmax-seed5"]
     assert f"--config.init_from={source}" in words

@@ -258,8 +258,21 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
 
 def average_of(state: Any) -> Any:
     """Return the averaged weights from the state of an optimizer with `ema`."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Averaged))
-    return next(x.average for x in leaves if isinstance(x, Averaged))
+    leaves = jax.tree.leaves(state, is_leaf=_is_average)
+    return next(x.average for x in leaves if _is_average(x))
+
+
+def with_averages(state: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the state of an optimizer with change(averaged weights) for `ema`."""
+
+    def changed(x: Any) -> Any:
+        return x._replace(average=change(x.average)) if _is_average(x) else x
+
+    return jax.tree.map(changed, state, is_leaf=_is_average)
+
+
+def _is_average(x: Any) -> bool:
+    return isinstance(x, Averaged)
 
 
 def decays(params: Any) -> Any:

@@ -34,7 +34,7 @@ from symjax.layers.parts.table import part_of
 from symjax.layers.segments import segments_of
 from symjax.models.attention_maps import map_of, operands_of
 from symjax.models.build import abstract, attentions, parts
-from symjax.training.optimizer import Guarded, Stacks, optimizer
+from symjax.training.optimizer import Guarded, Stacks, optimizer, with_averages
 from symjax.training.sharding import compiler_options
 from symjax.training.step import TRANSFER_ERROR, Program, State, accumulated
 
@@ -253,18 +253,24 @@ class TransferSteps(NamedTuple):
         )
         updates, guard = self.transform.update(gradient, moments, params)
         guard = cast(Guarded, guard)
-        fresh = cast(Guarded, self.later.init(params))._replace(skipped=guard.skipped)
-        ends = state.step + 1 == steps
-        guard = jax.tree.map(lambda a, b: jnp.where(ends, a, b), fresh, guard)
         changed = _paths(self.stacks.split(optax.apply_updates(params, updates)))
         params = _overlaid(state.params, {path: changed[path] for path in new})
+        fresh = cast(Guarded, self.later.init(self.stacks.stack(params)))
+        fresh = fresh._replace(skipped=guard.skipped)
+        ends = state.step + 1 == steps
+        guard = jax.tree.map(lambda a, b: jnp.where(ends, a, b), fresh, guard)
+        # Weight decay gave updates of the shared weights, which stay.
+        guard = with_averages(
+            self.stacks.split(guard),
+            lambda average: _overlaid(params, {x: _paths(average)[x] for x in new}),
+        )
         metrics = {
             TRANSFER_ERROR: error,
             "gradient_norm": optax.tree.norm(gradient),
             "skipped_steps": guard.skipped,
             "learning_rate": jnp.float32(self.options.transfer.learning_rate),
         }
-        return State(state.step + 1, params, self.stacks.split(guard)), metrics
+        return State(state.step + 1, params, guard), metrics
 
 
 def compiled_transfer(

@@ -68,6 +68,7 @@ def test_the_error_falls_and_shared_weights_stay_until_all_train(source, capsys)
     folder, text = source
     keys = transfer("outputs", init_from=folder / "softmax", steps=18)
     keys |= {"mesh__data": 2, "mesh__tensor": 2, "optimizer__accumulate": 2}
+    keys["optimizer__ema"] = 0.9
     assert train(text, folder / "outputs", **keys) == 0
     said = capsys.readouterr().err
     assert f"steps 1 to 16 are attention transfer: only weights that {folder}" in said
@@ -78,6 +79,9 @@ def test_the_error_falls_and_shared_weights_stay_until_all_train(source, capsys)
     losses = [row["step"] for row in found if "train/loss" in row]
     assert losses == [17, 18]
     before, at_end = load(folder / "softmax").params, params_of(folder / "outputs", 16)
+    middle, last = (load(folder / "outputs", x, ema=True).params for x in (8, 16))
+    jax.tree.map(np.testing.assert_array_equal, last, at_end)
+    jax.tree.map(np.testing.assert_array_equal, without_maps(middle), before)
     identity = at_end["blocks"][0]["attention"]["query_map"]["weight"]
     assert not np.array_equal(identity[0], np.eye(len(identity[0])))
     jax.tree.map(np.testing.assert_array_equal, without_maps(at_end), before)

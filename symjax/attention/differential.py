@@ -26,7 +26,7 @@ from symjax.attention.core.arguments import (
     check_groups,
     check_number,
 )
-from symjax.attention.core.operands import in_pairs, signal_keys
+from symjax.attention.core.operands import repeat_noise, signal_keys
 from symjax.attention.scores.mechanism import ScoreMechanism
 from symjax.attention.softmax import softmax
 
@@ -112,8 +112,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and head of `key`. For a recurrence they need
-            K ≤ N/r.
+            have one number per token and head of `key`. Recurrences take these two only
+            if K ≤ N/r: then no signal keys share a noise key.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -200,8 +200,8 @@ def _difference(
         return attend(query, key, value, lam=lam, signals=signals, **options)
     differing = _options_by_head(options, query, signals)
     if signals > 1:
-        query = in_pairs(query, signals)
-        key = in_pairs(key, signal_keys(key.shape[2], value.shape[2]))
+        query = repeat_noise(query, signals)
+        key = repeat_noise(key, signal_keys(key.shape[2], value.shape[2]))
     # Query heads of one key head must be adjacent. V1 has 2k key heads, and V2 has k.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]

@@ -46,9 +46,10 @@ def linear(
 
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
-    Query head n uses key head n // (N/K). Time O((T + S) M V); no [T S] array is
-    formed. Sums run in float32 at least. No ε is added to a denominator. A row is zero
-    if it sees no key, or if its denominator is only rounding error.
+    Query head n uses key head n // (N/K). Time O((T + S) M V). A [T S] array is formed
+    only if S ≤ M V / (M + V). Sums run in float32 at least. No ε is added to a
+    denominator. A row is zero if it sees no key, or if its denominator is 0 or only
+    rounding error (but see "Rounding").
 
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
@@ -57,9 +58,10 @@ def linear(
 
     Rounding. The features of "squared" and "taylor" change sign, so that sums over many
     keys lose digits. The error of the output is about 1e-5 with head size 64. It is
-    larger if nearly all keys are orthogonal to the query. If the denominator is only
-    rounding error, the row is not zero: it is the mean of the values, weighted by |k|²
-    ("taylor": the plain mean), and its query gets no gradient.
+    larger if nearly all keys are orthogonal to the query. If the denominator of a row
+    that is read from a state is only rounding error, the row of "squared" or "taylor"
+    is not zero. It is the mean of the values, weighted by |k|² ("taylor": the plain
+    mean), and its query gets no gradient.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
@@ -102,8 +104,8 @@ def linear_causal(
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
     Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk.
-    Kernels compute elu, relu and relu2 on one TPU, and on one NVIDIA GPU in bfloat16
-    with errors of TF32. Kernels have no forward-mode derivative.
+    Kernels compute elu, relu and relu2 on one TPU and on one NVIDIA GPU. Those for GPUs
+    take bfloat16 arrays and multiply in TF32. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment

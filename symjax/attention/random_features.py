@@ -44,9 +44,9 @@ def orthogonal_projection(
 
     Args:
         features: M, the number of rows.
-        norms: lengths of the rows. "chi" has the lengths of normal vectors, and
-            estimates exp(q·k) without bias. "constant" has √H, and estimates exp(q·k)
-            with a bias, but normalised attention with less variance.
+        norms: lengths of the rows. "chi" draws the lengths of normal vectors; then the
+            estimate of exp(q·k) has no bias. "constant" makes all lengths √H; then it
+            has a bias, but the output of attention has less variance.
 
     Raises:
         ValueError: an unknown `norms`, or sizes below 1.

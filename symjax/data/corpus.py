@@ -177,7 +177,7 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
     loaded = [table.load(part) for _, part in parts]
     texts = [source for source, _ in loaded]
     several = any(sum(x.count(split) for x in texts) > 1 for split in SPLITS)
-    if format == 1:  # format 1 has no token before a document
+    if format == 1:  # format 1 has no BOS token
         options = dataclasses.replace(options, bos="false")
     tokenizer = _tokenizer(options, texts, several)
     marks = boundaries(tokenizer, several=several, format=format)

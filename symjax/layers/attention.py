@@ -34,7 +34,7 @@ from symjax.layers.position_term import PositionTerm
 from symjax.layers.primitives import Linear, keep_for_backward, rotary
 from symjax.layers.segments import Segments, positions_of, row_operands
 from symjax.layers.sharded import Operand
-from symjax.layers.validate import has_head_norm
+from symjax.layers.validate import can_have_head_norm
 
 RULES = (
     ("attention/lambda_projection/kernel", P("fsdp", "tensor")),
@@ -109,7 +109,7 @@ class Attention(nnx.Module):
             weights = self.part.weights(options, depth, self.mixer.sizes, rngs)
             for name, weight in weights.items():
                 setattr(self, name, weight)
-        self.has_head_norm = chosen.head_norm and has_head_norm(options, depth)
+        self.has_head_norm = chosen.head_norm and can_have_head_norm(options, depth)
         if self.has_head_norm:
             normed = {"epsilon": options.norm_eps, "dtype": self.mixer.dtype}
             size = self.mixer.sizes.value_size
@@ -268,8 +268,8 @@ class Attention(nnx.Module):
         """Return queries, keys and values per head, rotated by their positions.
 
         Args:
-            inputs: in decoding, the inputs of each convolution before x. The dict gets
-                the last inputs of x in their place.
+            inputs: in decoding, the inputs of each convolution before x. The
+                last inputs of x replace them in this dict.
             padding_mask: True for tokens, False for padding, which comes after them.
             segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the text of each token, for rotations that

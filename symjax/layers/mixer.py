@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax import attention, config
-from symjax.attention.core.operands import in_pairs, signal_keys
+from symjax.attention.core.operands import repeat_noise, signal_keys
 from symjax.layers.parts.part import Sizes
 from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.layers.validate import SHARED, gated_sizes, mechanism_options, sizes
@@ -74,11 +74,11 @@ class Mixer:
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
-        Score mechanisms get one noise head per group of signal heads. For recurrences
-        it is repeated for each signal head, which then has a state for its noise.
+        Score mechanisms get one noise head per group of signal heads. Recurrences get
+        one noise head, and so one state of noise, per signal head.
         """
         shares = self.signals == 1 or self.form.implementations
-        return self.sizes if shares else self.sizes.with_pairs()
+        return self.sizes if shares else self.sizes.repeat_noise()
 
     def __call__(self, operands: dict[str, Operand]) -> Float[Array, "B T N V"]:
         """Return the output of attention per head, before any norm.
@@ -232,7 +232,7 @@ class Mixer:
     ) -> Any:
         """Call `function` for all heads, with differential maps and ALiBi if chosen."""
         if self.mechanism_sizes is not self.sizes:
-            mixer, operands = self.with_pairs(operands)
+            mixer, operands = self.repeat_noise(operands)
             return mixer._run(function, options, operands, output, axis)
         operands = self._with_alibi(operands)
         if self.differential == "v1":
@@ -249,7 +249,7 @@ class Mixer:
         slopes = attention.alibi_slopes(self.sizes.head_groups)
         return operands | {"alibi": Operand(slopes, "N")}
 
-    def with_pairs(
+    def repeat_noise(
         self, operands: dict[str, Operand]
     ) -> tuple["Mixer", dict[str, Operand]]:
         """Return a mixer and operands that have a noise head for each signal head.
@@ -261,17 +261,17 @@ class Mixer:
         for name, operand in list(operands.items()):
             if name == "query" or (operand.axes in OF_KEYS and name != "value"):
                 signals = self.signals if name == "query" else keys
-                paired = in_pairs(operand.array, signals)
+                paired = repeat_noise(operand.array, signals)
                 operands[name] = operand._replace(array=paired)
             elif operand.axes == "K":
-                paired = in_pairs(operand.array, keys, axis=0)
+                paired = repeat_noise(operand.array, keys, axis=0)
                 operands[name] = operand._replace(array=paired)
             elif operand.axes in ("N", "BN") or name == "length_scale":
                 axis = operand.axes.index("N")
                 repeat = partial(jnp.repeat, repeats=self.signals, axis=axis)
                 repeated = jax.tree.map(repeat, operand.array)
                 operands[name] = operand._replace(array=repeated)
-        sizes = self.sizes.with_pairs()
+        sizes = self.sizes.repeat_noise()
         return replace(self, sizes=sizes, signals=1, alibi=False), operands
 
 

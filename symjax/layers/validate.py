@@ -233,9 +233,10 @@ def _check_copied(options: config.Model) -> None:
         )
 
 
-def has_head_norm(options: config.Model, depth: int) -> bool:
-    """Return whether a layer has a norm per head unless model.attention.head_norm is
-    False.
+def can_have_head_norm(options: config.Model, depth: int) -> bool:
+    """Return whether a layer can have a norm per head.
+
+    model.attention.head_norm=False removes the norm.
     """
     part = part_of(config.mechanism_of(options, depth))
     return options.attention.differential == "v1" or part.head_norm
@@ -264,7 +265,7 @@ def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
             f"model.attention.depth_offset {chosen.depth_offset} is of a λ_init by "
             f"depth, but model.attention.lambda_initial is {chosen.lambda_initial}"
         )
-    normed = any(has_head_norm(options, depth) for depth in range(options.depth))
+    normed = any(can_have_head_norm(options, depth) for depth in range(options.depth))
     if not chosen.head_norm and not normed:
         raise ValueError(
             "model.attention.head_norm False needs differential 'v1' or a mechanism "

@@ -15,7 +15,7 @@ from einops import rearrange, repeat
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.core.operands import in_pairs, signal_keys
+from symjax.attention.core.operands import repeat_noise, signal_keys
 from symjax.attention.scores.mechanism import row_map
 from symjax.layers.mixer import Mixer
 from symjax.layers.segments import Segments, positions_of, row_operands
@@ -66,16 +66,16 @@ def in_own_pairs(
     Each head of grouped differential attention gets its own copy of the noise head, so
     the output is the same.
     """
-    return mixer.with_pairs(operands) if mixer.signals > 1 else (mixer, operands)
+    return mixer.repeat_noise(operands) if mixer.signals > 1 else (mixer, operands)
 
 
 def by_branch(
     mixer: Mixer, query: Array, key: Array, value_heads: int
 ) -> tuple[Array, Array]:
     """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated."""
-    query = in_pairs(query, mixer.signals)
+    query = repeat_noise(query, mixer.signals)
     if mixer.signals > 1:
-        key = in_pairs(key, signal_keys(key.shape[2], value_heads))
+        key = repeat_noise(key, signal_keys(key.shape[2], value_heads))
     heads, kind = mixer.sizes.heads, mixer.differential
     return branches_of(query, heads, kind), branches_of(key, heads, kind)
 

@@ -186,13 +186,13 @@ def train(
     for done in range(first + 1, options.steps + 1):
         profile.before(done)
         with clock.waiting():
-            rows = next(batches)
-        if rows is None:
+            arrays = next(batches)
+        if arrays is None:
             stop_waiting(run, state, pending, interrupts)
         with jax.set_mesh(program.mesh):
             in_transfer = done <= options.transfer.steps
             compiled = transfer_step if in_transfer else train_step
-            state, values = compiled(state, constants, *rows, key)
+            state, values = compiled(state, constants, *arrays, key)
         clock.step()
         profile.after(done, values)
         # The metrics of a step are read while the next one runs.

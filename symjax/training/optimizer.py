@@ -5,8 +5,8 @@ of weights, and an average of the weights (`averaged`). `guarded` wraps the chai
 skips harmful steps.
 
 The training step stacks the arrays of equal layers (`Stacks`) before the update and
-splits them after it. So the compiler has one update for each array of a layer, and not
-one for each array of every layer. States and checkpoints keep the layers separate.
+splits them after it. So XLA compiles one update for all equal layers, instead of one
+per layer. States and checkpoints keep the layers separate.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def optimizer(
       scaled to the size of AdamW's, so the same rates and decays fit. AdamW updates all
       other weights, including kernels of convolutions.
 
-    Embeddings and the output layer may have another rate and another decay. Moments
-    have the paths and shapes of the weights. So has the average of the weights, which
-    is kept if `ema` is not 0.
+    Embeddings and the output layer may have another rate and another decay. If `ema` is
+    not 0, an average of the weights is kept. Moments and the average have the paths and
+    shapes of the weights.
 
     | name        | betas                         | eps    |
     |-------------|-------------------------------|--------|
@@ -280,9 +280,9 @@ def decays(params: Any) -> Any:
 
     Weights with two axes or more decay: kernels, embeddings, the matrices U of pairwise
     keys and those of the feature maps "hedgehog" and "t2r". Biases, scales, and weights
-    with "norm" or "lambda" in their path do not decay, whatever their shape. The λ
-    vectors of differential V1 (such as `lambda_query_1`) and the projection that
-    computes λ in V2 (`lambda_projection`) are among the latter.
+    with "norm" or "lambda" in their path do not decay, whatever their shape. Weights
+    with "lambda" are the vectors of differential V1 (such as `lambda_query_1`) and the
+    projection that computes λ in V2 (`lambda_projection`).
     """
 
     def decays_at(path: Any, leaf: Any) -> bool:

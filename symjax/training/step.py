@@ -93,7 +93,7 @@ class Program(NamedTuple):
             rows: rows(start, stop) returns the NumPy arrays of these rows.
         """
         cached = functools.cache(lambda start, stop: tuple(rows(start, stop)))
-        parts, structure = jax.tree.flatten(cached(*self._local_rows(shape)))
+        parts, structure = jax.tree.flatten(cached(*self._rows_of_one_device(shape)))
 
         def array(number: int) -> Array:
             whole = (shape[0], *parts[number].shape[1:])
@@ -108,7 +108,7 @@ class Program(NamedTuple):
 
         return list(structure.unflatten(map(array, range(len(parts)))))
 
-    def _local_rows(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def _rows_of_one_device(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows (start, stop) of one device of this process."""
         layout = NamedSharding(self.mesh, sharding.ROWS)
         index: Any = next(iter(layout.addressable_devices_indices_map(shape).values()))

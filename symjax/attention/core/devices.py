@@ -58,7 +58,8 @@ def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
 
     `jax.lax.platform_dependent` would trace all forms. This function traces only the
     forms for `platforms()`. If there are several, `platform_dependent` chooses one when
-    the program is lowered; inside each form `platforms()` returns only its own.
+    the program is lowered. While a form is traced, `platforms()` returns only the
+    platforms of this form.
 
     Args:
         default: form for all platforms without one in `forms`.
@@ -81,7 +82,7 @@ def by_platform(*arrays: Any, default: Callable, **forms: Callable) -> Any:
 
 
 def _traced_for(platforms: tuple[str, ...], form: Callable) -> Callable:
-    """Return the form such that `platforms()` returns only these platforms in it."""
+    """Return the form; while it is traced, `platforms()` returns these platforms."""
 
     def call(*arrays: Any) -> Any:
         with lowered_for(*platforms):
@@ -143,8 +144,8 @@ def on_hopper() -> bool:
 def on_one_device() -> bool:
     """Return whether XLA cannot split arrays over devices.
 
-    Without a mesh: whether this machine has one device. With a mesh: whether each of
-    its axes is manual (inside `jax.shard_map`) or has one device.
+    Without a mesh: whether all processes together have one device. With a mesh: whether
+    each of its axes is manual (inside `jax.shard_map`) or has one device.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return jax.device_count() == 1

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# Denominators of rows are divided by exp(shift): the shift of a row is the largest
-# exponent among all keys of its chunk and of the state, also those that the row does
-# not see. If Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has
-# underflowed.
+# Denominators of rows are divided by exp(shift). The shift of a row is the largest sum,
+# over features, of the exponent of the query and the exponent of the state or of any
+# key of the chunk, also of keys that the row does not see. If Σ |terms of the
+# denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
 UNDERFLOW = 1e-20
 
 
@@ -85,8 +85,8 @@ class Features(NamedTuple):
         nonnegative: H → n: the first n features of a key are never negative. "squared"
             has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
             it if features change sign but no pair has a negative weight. Then
-            `recurrent.cancellation` reads a state relative to a mean of the values, in
-            which the weight of a key is the sum of its n features.
+            `recurrent.cancellation` reads a state relative to a weighted mean of the
+            values. There the weight of a key is the sum of its first n features.
         centred: (φ(q), φ(k)) → other features with the same products, which cancel less
             because they are shifted by the mean of all keys. Only bidirectional
             attention can use them, since it knows all keys. The first feature of a key
@@ -95,9 +95,9 @@ class Features(NamedTuple):
             cosine. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
-        exponential: (1,) for features exp(w·x √scale + offset) of random rows w, and
-            (1, −1) if they are followed by those of −w. Features of a key have another
-            factor, exp(−scale |x|²/2). Empty for other features.
+        exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
+            (1, −1) if the features of −w follow. Features of a key are also multiplied
+            by exp(−scale |x|²/2). Empty for other features.
         exponents: whether features have an exponent, so that rows may underflow.
     """
 

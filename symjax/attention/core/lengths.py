@@ -64,8 +64,7 @@ def distance_scale(
     """Return the factor a and the shift m of the scores at a distance d.
 
     a² = 1 + 2 log(1 + |d|/10) and m = 1 − a². If scores are normal with variance 1, the
-    keys between distances d and 2d then have about the same total weight for every d,
-    and the number of keys that have this weight hardly grows with d.
+    keys between distances d and 2d then have about the same total weight for every d.
 
     Source: Anson, Wang & Aitchison 2025, arXiv:2505.17083, with τ = 10.
     """

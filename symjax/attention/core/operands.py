@@ -30,7 +30,7 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Adjustment(NamedTuple):
-    """Learned changes of scores. Kernels refuse them; the ring refuses `length` alone.
+    """Learned changes of scores. Kernels refuse them; the ring refuses only `length`.
 
     Attributes:
         row_decay, key_decay: sums of the log-decays up to each row and up to each key.
@@ -107,11 +107,13 @@ class Operands(NamedTuple):
         """Number of signal keys before each noise key; 0 if branches share keys."""
         return signal_keys(self.key.shape[1], self.value.shape[1])
 
-    def in_pairs(self, signals: int) -> "Operands":
+    def repeat_noise(self, signals: int) -> "Operands":
         """Return the operands with each noise head repeated for each signal head."""
 
         def heads(x: Array | None, signals: int = signals) -> Any:
-            return x if x is None or x.shape[1] == 1 else in_pairs(x, signals, axis=1)
+            if x is None or x.shape[1] == 1:
+                return x
+            return repeat_noise(x, signals, axis=1)
 
         return self._replace(
             query=heads(self.query),
@@ -197,7 +199,7 @@ def signal_keys(key_heads: int, value_heads: int) -> int:
     return value_heads // noise_keys if noise_keys else 0
 
 
-def in_pairs(x: Array, signals: int, *, axis: int = 2) -> Array:
+def repeat_noise(x: Array, signals: int, *, axis: int = 2) -> Array:
     """Return heads (signal, …, signal, noise) as (signal, noise, signal, noise, …).
 
     N/r groups of r + 1 heads become 2N heads: each noise head is repeated for each

@@ -4,8 +4,8 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of other devices. Recurrences need only the state after the
 tokens of the devices before.
 
-Nothing here uses `psum`: in a `jax.shard_map` its gradient is a sum over devices, too
-large by their number.
+Nothing here uses `psum`. In a `jax.shard_map` its gradient is summed over the devices
+again, so with n devices it is n times too large.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """
@@ -82,7 +82,7 @@ def around_ring(
     In each turn every device computes (local, moving) = meet(local, moving, source),
     where `source` is the index of the device that these moving arrays began on. Between
     turns each device passes `moving` to the next device. With n devices there are n
-    turns and n − 1 passes. At the end `moving` is one device before where it began.
+    turns and n − 1 passes. At the end a device holds the `moving` of the next device.
     """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
@@ -110,9 +110,9 @@ def if_seen(
     """
     left, right = window
     seen = jnp.asarray(True)
-    if left is not None:  # the last key of the other device, from the first row here
+    if left is not None:  # position of the other's last key − first row here
         seen &= (distance + 1) * length - 1 >= -left
-    if right is not None:  # the first key of the other device, from the last row here
+    if right is not None:  # position of the other's first key − last row here
         seen &= (distance - 1) * length + 1 <= right
     if left is None and right is None:
         return visit(start)
@@ -164,9 +164,9 @@ def segment_state_before(
     segment: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Any:
-    """Return the state before the first token of this device, in its segment.
+    """Return the state before the first token of this device.
 
-    It has read the tokens of earlier devices that are in the segment of that token.
+    It has read those tokens of earlier devices that are in the segment of this token.
 
     Args:
         own: the state of the last segment on this device, arrays [B …].
@@ -176,7 +176,7 @@ def segment_state_before(
         return state_before(merge, own, empty, axis_name)
 
     def merge_segments(earlier: tuple, later: tuple) -> tuple:
-        """Merge states (state, segment) of one segment; another segment replaces it."""
+        """Merge two (state, segment); if the segments differ, return the later one."""
         merged = merge(earlier[0], later[0])
         return choose(earlier[1] == later[1], merged, later[0]), later[1]
 

@@ -7,9 +7,10 @@ that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
-2. XLA does not split the arrays over devices, since it cannot split a kernel: the
-   machine or the mesh has one device, or the call is inside `jax.shard_map`. Layers
-   call mechanisms inside one if the mesh has several devices (`symjax.layers.sharded`).
+2. XLA does not split the arrays over devices, since it cannot split a kernel. So the
+   mesh, or without a mesh all processes together, must have one device, or the call is
+   inside `jax.shard_map`. On a mesh of several devices, layers call mechanisms inside
+   `jax.shard_map` (`symjax.layers.sharded`).
 3. The call has at least 128 query rows.
 4. The kernel supports the arguments: its `refusal` returns None.
 
@@ -26,7 +27,7 @@ So causal softmax of 4,096 tokens in bfloat16, without a window, runs
 - on an H100 in `gpu.cudnn.CudnnSoftmax`. Differential attention V1 with keys of 64 and
   values of 128 runs there in `gpu.differential.GpuDifferential`.
 
-These calls use no kernel, and do not call this module:
+These calls use no kernel, and nothing is chosen here:
 
 - score mechanisms with `implementation=` "rows", "whole" or "ring";
 - recurrences that take or return a state, as steps of one token do, or whose time is
@@ -106,11 +107,11 @@ class RepeatedNoise(NamedTuple):
 
     def refusal(self, *arrays: Any) -> str | None:
         (operands,) = arrays
-        return self.kernel.refusal(operands.in_pairs(self.signals))
+        return self.kernel.refusal(operands.repeat_noise(self.signals))
 
     def attend(self, *arrays: Any) -> Array:
         operands, fallback = arrays
-        return self.kernel.attend(operands.in_pairs(self.signals), fallback)
+        return self.kernel.attend(operands.repeat_noise(self.signals), fallback)
 
 
 def _kernel_of_scores(

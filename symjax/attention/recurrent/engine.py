@@ -11,8 +11,8 @@ over a mesh axis.
 
 A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
 multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens
-in parallel, then those of the next 4096 tokens. On a single GPU the number of these
-tokens is 2¹⁸ / (examples · query heads).
+in parallel, then those of the next 4096 tokens. A single GPU runs the chunks of
+2¹⁸ / (examples · query heads) tokens in parallel.
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time
 is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode

@@ -14,7 +14,8 @@ of numerator and denominator does not:
 - So every exponential is at most 1. Example with one feature: keys have the exponents
   100 and 90, and a query has 5. Then running_max is 100, the shift is 105, and the
   denominator is 1 + e⁻¹⁰. No ε is needed.
-- Both divisors cancel in the ratio, and are constants to the gradient.
+- Neither changes the output. The query's factor exp(running_max) undoes the division of
+  the state, and exp(shift) cancels in the ratio. Both are constants to the gradient.
 
 Features that change sign lose digits if their products cancel. `cancellation.py` reads
 a state of such features.
@@ -96,7 +97,7 @@ def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | Non
     return jax.lax.stop_gradient(highest)
 
 
-def row_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
+def query_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
     """Return the weights by which rows read a state divided by exp(highest).
 
     Returns:
@@ -161,7 +162,7 @@ def query_state(
     arithmetic: Arithmetic, state: LinearState, query: LogFeatures
 ) -> RowSums:
     """Return the sums of rows that see the state and no other keys."""
-    row, shift = row_weights(query, state.running_max)
+    row, shift = query_weights(query, state.running_max)
     return sums_from_weights(arithmetic, state, row, shift)
 
 

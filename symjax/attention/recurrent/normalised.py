@@ -20,9 +20,10 @@ Exponents. `linear_state.py` divides a state by exp(running_max), and a row by
 exp(shift), so that features stay in the range of float32:
 
 - For each feature all rows of a chunk share one maximum, over the state and all keys of
-  the chunk. exp(maximum) divides the numerator and the denominator of a row, so that it
-  cancels. So a later key of the chunk changes a row by rounding errors alone. It does
-  not change rows of earlier chunks.
+  the chunk. Features of keys are divided by exp(maximum) and features of queries are
+  multiplied by it, so their products stay the same. The divisor exp(shift) of a row
+  cancels in the ratio. So a later key of the chunk changes a row only by rounding
+  errors. It does not change rows of earlier chunks.
 - A row underflows if the features of a later key of its chunk are e⁴⁶ times larger than
   those of all keys that the row sees. `core/underflow.py` computes such a row again,
   with the maximum of the keys that it sees.
@@ -61,8 +62,8 @@ from symjax.attention.recurrent.linear_state import (
     highest_exponent,
     key_weights,
     merge,
+    query_weights,
     rescale,
-    row_weights,
     sums_from_weights,
     update,
 )
@@ -153,7 +154,7 @@ class Normalised:
         return after, jax.tree.map(time_first, rows)
 
     def effect(self, prepared: FeatureChunk) -> tuple[LinearState, None]:
-        """Return the sums over the keys; they leave an earlier state unchanged."""
+        """Return the sums over the keys, and None: earlier states stay as they are."""
         arithmetic = self.arithmetic(prepared.chunk)
         return update(arithmetic, None, prepared.key, prepared.value), None
 
@@ -191,9 +192,10 @@ class Normalised:
         pairs: Bool[Array, "#B T S"],
         reaches: Bool[Array, "B T"] | None = None,
     ) -> RowSums:
-        """Return the sums of rows that see keys by pairs, and the state.
+        """Return the sums of rows over visible keys of the chunk and over the state.
 
         Args:
+            pairs: True where a row sees a key of the chunk.
             reaches: the rows that see the state; None: all.
         """
         chunk, query, divisor, key, value = prepared
@@ -212,16 +214,17 @@ def _sums_from_features(
     inputs: RowInputs,
     scores: Float[Array, "B K G T S"] | None = None,
 ) -> RowSums:
-    """Return the sums of rows that see keys by pairs, and the state.
+    """Return the sums of rows over visible keys of the chunk and over the state.
 
     Args:
+        pairs: True where a row sees a key of the chunk.
         reaches: the rows that see the state; None: all.
         scores: weights of pairs, if they were computed from queries and keys directly.
             None: they are products of features.
     """
     state, query, key, value = inputs
     highest = highest_exponent(state, key)
-    row, shift = row_weights(query, highest)
+    row, shift = query_weights(query, highest)
     if scores is None:
         weights = key_weights(key, highest)
         scores = arithmetic.product("bkgtm,bksm->bkgts", row, weights)
@@ -266,7 +269,7 @@ def _exact_sums(
 def _fast_rows(
     arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
-    """Return `_fast_sums` divided; a row that underflowed has no meaning.
+    """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
     If rows were divided after `recompute_underflow`, the backward pass would run its
     `jax.lax.cond` a second time, to get the sums that were divided.

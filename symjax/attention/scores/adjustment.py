@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.operands import Adjustment, in_pairs, signal_keys
+from symjax.attention.core.operands import Adjustment, repeat_noise, signal_keys
 from symjax.attention.core.sequence import gather
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.arguments import ScoreArguments
@@ -97,14 +97,14 @@ def _of_query_heads(
     signals = arguments.signals
     if signals > 1:
         heads = 2 * arguments.output_heads
-        sums = in_pairs(sums, signal_keys(sums.shape[2], kv_heads))
+        sums = repeat_noise(sums, signal_keys(sums.shape[2], kv_heads))
     branches = sums.shape[2] // kv_heads
     groups = heads // sums.shape[2]
     sums = jnp.moveaxis(sums, 2, 1).reshape(
         sums.shape[0], kv_heads, 1, branches, sums.shape[1]
     )
     sums = jnp.repeat(sums, groups, axis=2)
-    if signals > 1:  # `in_pairs` repeated the noise heads: keep one per group
+    if signals > 1:  # `repeat_noise` repeated the noise heads: keep one per group
         pairs = sums.reshape(sums.shape[0], -1, signals, 2, sums.shape[4])
         kept = pairs[:, :, :, 0], pairs[:, :, :1, 1]
         sums, heads = jnp.concatenate(kept, axis=2), arguments.query.shape[2]

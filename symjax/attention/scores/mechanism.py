@@ -201,7 +201,7 @@ class ScoreMechanism:
         settings = _settings(arguments, weights, whole=implementation == "whole")
         fallback = InRows(_by_rows(operands, axis_name), settings)
         if in_ring:
-            operands = operands.in_pairs(signals) if signals > 1 else operands
+            operands = operands.repeat_noise(signals) if signals > 1 else operands
             output = attend_ring(settings, operands, axis_name)
         elif implementation is None:
             names = self.implementations

@@ -52,7 +52,7 @@ class Sizes(NamedTuple):
         """
         return self.queries - self.heads or self.heads
 
-    def with_pairs(self) -> "Sizes":
+    def repeat_noise(self) -> "Sizes":
         """Return the sizes with a noise head for each signal head."""
         return self._replace(queries=2 * self.heads, keys=2 * self.kv_heads)
 

@@ -46,7 +46,7 @@ from symjax.attention.kernels.operands import (
 
 
 class GpuFeatures(NamedTuple):
-    """Performer, linear and cosine attention, with bfloat16 operands.
+    """Performer, linear and cosine attention of bfloat16 arrays, with TF32 products.
 
     Features must be bounded or never negative. If they are elementwise and fill whole
     blocks, the kernels compute them. XLA computes all others, in float32.

@@ -1,13 +1,9 @@
 """Positions: rotary, sinusoidal, and biases of scores (ALiBi, or learned)."""
 
 import math
-from collections.abc import Callable
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.arguments import (
@@ -18,11 +14,8 @@ from symjax.attention.core.arguments import (
     check_number,
     check_positive,
 )
-from symjax.attention.core.devices import by_platform
 from symjax.attention.core.products import einsum
-
-LANES = 128  # length of the last axis of a register of a TPU
-ROW_MAJOR = Layout((0, 1, 2, 3))  # the layout in which the kernel reads [B T N H]
+from symjax.attention.scores.rotation import turned
 
 
 def rotate(
@@ -79,13 +72,10 @@ def rotate(
     if not isinstance(attention_factor, float | int) or attention_factor != 1:
         cos, sin = (x * jnp.asarray(attention_factor, wide) for x in (cos, sin))
     shape = (-1, 2) if interleaved else (2, -1)
-    turn = partial(_turned, shape, _partners)
     if turning < size:
-        turned = turn(x[..., :turning], cos, sin)
-        return jnp.concatenate([turned, x[..., turning:]], axis=-1)
-    if size % LANES:
-        return turn(x, cos, sin)
-    return by_platform(x, cos, sin, tpu=partial(_turned_on_lanes, shape), default=turn)
+        part = turned(shape, x[..., :turning], cos, sin)
+        return jnp.concatenate([part, x[..., turning:]], axis=-1)
+    return turned(shape, x, cos, sin)
 
 
 def turning_features(shape: tuple[int, ...], share: float) -> int:
@@ -126,66 +116,6 @@ def _checked_frequencies(
             f"{array.shape}"
         )
     return array
-
-
-def _turned(
-    shape: tuple[int, int],
-    partners: Callable[[tuple[int, int], Array], Array],
-    x: Float[Array, "B T N H"],
-    cos: Float[Array, "#B T 1 H/2"],
-    sin: Float[Array, "#B T 1 H/2"],
-) -> Float[Array, "B T N H"]:
-    """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
-
-    Args:
-        shape: (2, H/2) or (H/2, 2), a shape of the features in which the axis of length
-            2 has the two features of a pair.
-        partners: (shape, x) → the partner of each feature.
-    """
-    axis = shape.index(2) - 2
-
-    def for_pairs(first: Array, second: Array) -> Array:
-        stacked = jnp.stack([first, second], axis=axis)
-        return stacked.reshape(*first.shape[:-1], x.shape[-1])
-
-    wide = x.astype(cos.dtype)
-    turned = wide * for_pairs(cos, cos) + partners(shape, wide) * for_pairs(-sin, sin)
-    return turned.astype(x.dtype)
-
-
-def _partners(
-    shape: tuple[int, int], x: Float[Array, "B T N H"]
-) -> Float[Array, "B T N H"]:
-    """Return the other feature of the pair of each feature."""
-    pairs = x.reshape(*x.shape[:-1], *shape)
-    return jnp.flip(pairs, axis=shape.index(2) - 2).reshape(x.shape)
-
-
-def _turned_on_lanes(
-    shape: tuple[int, int], x: Float[Array, "B T N H"], cos: Array, sin: Array
-) -> Float[Array, "B T N H"]:
-    """Return `_turned`, computed without an axis of length 2.
-
-    With such an axis a TPU's compiler chooses a layout that it must copy for the kernel
-    of attention. Partners are an exact product with a permutation matrix instead.
-    """
-    x = with_layout_constraint(x, ROW_MAJOR)
-    # One pass is enough for bfloat16, whose products with 0 and 1 are exact.
-    exact = None if x.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
-    turned = _turned(shape, partial(_partners_by_product, exact), x, cos, sin)
-    return with_layout_constraint(turned, ROW_MAJOR)
-
-
-def _partners_by_product(
-    precision: jax.lax.Precision | None,
-    shape: tuple[int, int],
-    x: Float[Array, "B T N H"],
-) -> Float[Array, "B T N H"]:
-    """Return the other feature of the pair of each feature, by a matrix product."""
-    numbers = jnp.arange(x.shape[-1])
-    partners = jnp.flip(numbers.reshape(shape), axis=shape.index(2) - 2)
-    swap = (numbers[:, None] == partners.reshape(1, -1)).astype(x.dtype)
-    return jnp.einsum("btnh,hk->btnk", x, swap, precision=precision)
 
 
 def sinusoidal(

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax import attention, config
 from symjax.layers.convolution import Convolved, ShortConvolution
 from symjax.layers.mixer import mixer_of
-from symjax.layers.norms import norm
+from symjax.layers.norms import HeadNorm
 from symjax.layers.parts.table import part_of
 from symjax.layers.position_term import PositionTerm
 from symjax.layers.primitives import Linear, keep_for_backward, rotary
@@ -113,7 +113,7 @@ class Attention(nnx.Module):
         if self.has_head_norm:
             normed = {"epsilon": options.norm_eps, "dtype": self.mixer.dtype}
             size = self.mixer.sizes.value_size
-            self.head_norm = norm("rmsnorm", size, **normed, rngs=rngs)
+            self.head_norm = HeadNorm(size, **normed, rngs=rngs)
 
     def _add_projections(self, options: config.Model, rngs: nnx.Rngs) -> None:
         """Add all projections, with their convolutions and norms."""
@@ -143,9 +143,9 @@ class Attention(nnx.Module):
                 setattr(self, f"{kind}_convolution", convolution)
         if self.chosen.query_key_norm:
             normed = {**shared, "epsilon": options.norm_eps}
-            self.query_norm = norm("rmsnorm", size, **normed)
+            self.query_norm = HeadNorm(size, **normed)
             if "key" in self.projections:
-                self.own_key_norm = norm("rmsnorm", size, **normed)
+                self.own_key_norm = HeadNorm(size, **normed)
 
     def _add_lambda(self, options: config.Model, depth: int, rngs: nnx.Rngs) -> None:
         """Add the weights of λ: four vectors for V1, a projection for V2."""
@@ -300,8 +300,10 @@ class Attention(nnx.Module):
             value = made.reshape(*made.shape[:2], sizes.kv_heads, sizes.value_size)
         if lengths is None:
             lengths = self.rotate.lengths(positions)
-        query, key = (self.rotate(x, positions, lengths) for x in (query, key))
-        return query, key, value
+        rotated = self.rotate(query, positions, lengths)
+        if key is query:  # equal keys need no rotation of their own
+            return rotated, rotated, value
+        return rotated, self.rotate(key, positions, lengths), value
 
     def keys_of(
         self, value: Float[Array, "B S K V"], *, lengths: Int[Array, "#B #S"] | None
@@ -345,10 +347,13 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T D"]:
         if self.part.output is not None:
             mixed = self.part.output(self, mixed, operands)
-        if self.has_head_norm:
-            mixed = self.head_norm(mixed)
+        factor = 1.0
         if self.chosen.differential == "v1":
-            mixed = mixed * (1 - self.lambda_initial)
+            factor -= self.lambda_initial
+        if self.has_head_norm:
+            mixed = self.head_norm(mixed, factor)
+        elif self.chosen.differential == "v1":
+            mixed = mixed * factor
         mixed = jax.lax.collapse(mixed, 2)
         if self.chosen.output_gate != "none":
             gate = GATES[self.chosen.output_gate]

@@ -8,6 +8,7 @@ Sources: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.0
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import like_its_first
+from symjax.attention.kernels.dispatch import run_heads
+from symjax.layers.sharded import Operand, heads_per_device
 
 EPSILON = 1e-5
 
@@ -34,6 +37,25 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         arrays = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
         return _normalised(False, self.epsilon, *arrays, None).astype(arrays[0].dtype)
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm over each head, which a TPU computes in the layout of the projections."""
+
+    def __call__(
+        self, x: Float[Array, "B T N H"], factor: Any = 1.0
+    ) -> Float[Array, "B T N H"]:
+        """Return the norm of each head times a factor."""
+        x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        scale = Operand(scale.astype(wide) * factor, "")
+        return heads_per_device(self._normed, x, scale=scale)
+
+    def _normed(self, x: Array, scale: Array) -> Float[Array, "B T N H"]:
+        def normed(x: Array, scale: Array) -> Array:
+            return _normalised(False, self.epsilon, x, scale, None).astype(x.dtype)
+
+        return run_heads("norm", self.epsilon, normed, x, scale)
 
 
 def _value(parameter: nnx.Param | None) -> Array | None:

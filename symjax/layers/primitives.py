@@ -15,7 +15,7 @@ from symjax import attention, config
 from symjax.attention.core.devices import by_platform, on_tpu
 from symjax.attention.positions import turning_features
 from symjax.layers.segments import Segments, document_lengths
-from symjax.layers.sharded import time_axis
+from symjax.layers.sharded import Operand, heads_per_device, time_axis
 
 # Names of intermediate results that model.remat may keep for the backward pass
 # (jax.ad_checkpoint.checkpoint_name). remat=dots keeps both kinds.
@@ -111,6 +111,14 @@ class Rotary:
         """
         if not self.turns:
             return x
+        places = {"positions": Operand(positions, "BT")}
+        if lengths is not None:
+            places["lengths"] = Operand(lengths, "BT")
+        return heads_per_device(self._rotated, x, **places)
+
+    def _rotated(
+        self, x: Array, positions: Array, lengths: Array | None = None
+    ) -> Float[Array, "B T N H"]:
         options: dict[str, Any] = {"interleaved": self.interleaved, "share": self.share}
         options |= self.scaled(round(self.share * x.shape[-1]), lengths)
         return attention.rotate(x, positions, self.base, **options)

@@ -13,7 +13,9 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels.dispatch import supports_heads
 
 BATCH = ("data", "fsdp")  # mesh axes that split the batch
 HEADS = "tensor"
@@ -125,6 +127,19 @@ def per_device(
         out_specs=jax.tree.map(spec_of_output, output),
         check_vma=False,
     )(values)
+
+
+def heads_per_device(
+    function: Callable[..., Array], x: Float[Array, "B T N H"], **more: Operand
+) -> Float[Array, "B T N H"]:
+    """Return function(x, **more) for heads, on each device if a kernel may compute it.
+
+    XLA cannot split a kernel over devices.
+    """
+    if not supports_heads(x):
+        return function(x, **{name: operand.array for name, operand in more.items()})
+    operands = {"x": Operand(x, "BTN"), **more}
+    return per_device(function, operands, "BTN", time=time_axis(x.shape[1]))
 
 
 def _check_divides(operands: dict[str, Operand]) -> None:

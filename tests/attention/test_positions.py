@@ -1,7 +1,5 @@
 """Rotary and sinusoidal positions, and linear biases."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from laws import B, N, T, close, same
 
 from symjax import attention
-from symjax.attention import positions
 
 SIZE = 10
 POSITIONS = np.stack([np.arange(T), np.arange(T) * 3 + 100])
@@ -77,28 +74,6 @@ def test_a_share_turns_as_a_head_of_its_size_and_leaves_the_rest(interleaved):
     alone = attention.rotate(x[..., :4], POSITIONS, interleaved=interleaved)
     same(part[..., :4], alone)
     assert np.abs(part[:, 1:, :, :4] - x[:, 1:, :, :4]).max(axis=(0, 1, 2)).min() > 0.01
-
-
-@pytest.mark.parametrize("shape", [(-1, 2), (2, -1)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_product_with_a_permutation_turns_pairs_alike(shape, dtype):
-    """Forward and backward; this form runs on TPUs."""
-    rng = np.random.default_rng(3)
-    x, change = (jnp.asarray(rng.normal(size=(2, 5, 3, 12)), dtype) for _ in range(2))
-    angles = jnp.asarray(rng.normal(size=(1, 5, 1, 6)), jnp.float32)
-    found = []
-    by_flip = partial(positions._turned, shape, positions._partners)
-    for turn in (by_flip, partial(positions._turned_on_lanes, shape)):
-        function = partial(turn, cos=jnp.cos(angles), sin=jnp.sin(angles))
-        output, pull = jax.vjp(function, x)
-        found.append((output, pull(change)[0]))
-    # float32 before it is rounded to the output's dtype, which may flip its last bit.
-    flip = {jnp.float32: 0, jnp.bfloat16: 2.0**-7}[dtype]
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype == dtype
-        np.testing.assert_allclose(
-            one.astype(jnp.float32), other.astype(jnp.float32), rtol=flip, atol=3e-7
-        )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

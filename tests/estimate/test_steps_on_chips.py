@@ -35,8 +35,7 @@ from symjax.training.step import compile_program
 PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the kernel of score mechanisms
 LINEAR = {"performer": "performer", "gla": "decay", "delta": "delta"}  # on its kernels
 KERNELS = ("attention_forward", "attention_row_sums", "attention_backward")
-
-
+HEADS = ("heads_turn", "heads_norm", "heads_norm_backward")
 RECORDED = Path(__file__).with_name("cycles.json")
 GROWTH = 1.05  # largest ratio of cycles to the recorded cycles
 WATCHED = ("high", "low", "attention", "products with weights")
@@ -87,7 +86,8 @@ def check(step):
             again = name == "performer" and options.model.remat != "none"
             wanted = {f"{kernel}_forward": layers * (1 + again)}
             wanted[f"{kernel}_backward"] = layers
-        assert found.kernels == wanted
+        kernels = {x: n for x, n in found.kernels.items() if x not in HEADS}
+        assert kernels == wanted
         assert not found.unknown["kernel"] and found.cycles["products with weights"]
     else:
         for kernel in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
@@ -182,6 +182,21 @@ def test_features_lie_along_the_lanes_of_a_tpu():
     text = program.lower((options.batch_size, options.model.length)).as_text()
     found = [line for line in text.splitlines() if "@LayoutConstraint" in line]
     assert len(found) == 2 * options.model.depth * 5, found
+
+
+@pytest.mark.parametrize("name, turned", [("gpt", 2), ("diff_sym", 1)])
+def test_whole_tiles_of_heads_are_turned_and_normalised_by_kernels(name, turned):
+    """Forward and backward, per layer; keys that equal the queries are not turned."""
+    with_libtpu()
+    mesh = config.Mesh(data=1, fsdp=4)
+    machine = targets.find("v5e-4")
+    options = preset(name, "tiny", {"width": 256, "heads": 1, "head_size": 128})
+    options = dataclasses.replace(options, mesh=mesh)
+    program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
+    text = program.lower((options.batch_size, options.model.length)).as_text()
+    depth, normed = options.model.depth, int(name != "gpt")
+    counts = 2 * turned * depth, normed * depth, normed * depth
+    assert tuple(text.count(f'kernel_name = "{x}"') for x in HEADS) == counts
 
 
 @pytest.mark.slow

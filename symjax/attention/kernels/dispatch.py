@@ -45,13 +45,15 @@ The module of a kernel is imported when a call first tries the kernel.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, on_tpu
-from symjax.attention.core.meshes import on_any_mesh, rows_alone
+from symjax.attention.core.meshes import like_its_first, on_any_mesh, rows_alone
 from symjax.attention.core.operands import Operands, ScoreSettings, Tokens, rows_spec
 from symjax.attention.core.products import TILE
 
@@ -219,6 +221,32 @@ def run_named(
     kernel = _kernel_of_scores(NAMED[name], settings)
     _raise_if_refused(name, kernel, operands)
     return kernel.attend(operands, fallback)
+
+
+def supports_heads(x: Float[Array, "B T N H"]) -> bool:
+    """Return whether a TPU kernel may rotate or normalise these heads.
+
+    The program runs on a TPU, and heads and blocks of tokens are whole tiles.
+    """
+    whole = 0 < x.size and x.shape[1] % TILE == x.shape[3] % TILE == 0
+    return on_tpu() and whole and x.dtype in (jnp.bfloat16, jnp.float32)
+
+
+def run_heads(
+    name: str, static: Any, fallback: Callable, x: Float[Array, "B T N H"], *arrays: Any
+) -> Float[Array, "B T N H"]:
+    """Return the result of a kernel of `tpu.heads`, or of its fallback in XLA.
+
+    Args:
+        static: first argument of the kernel.
+        fallback: function of the arrays.
+    """
+    if not (supports_heads(x) and on_one_device()):
+        return fallback(x, *arrays)
+    kernels = import_module("symjax.attention.kernels.tpu.heads")
+    kernel = partial(getattr(kernels, name), static, False)
+    call = partial(by_platform, tpu=kernel, default=fallback)
+    return like_its_first(call)(x, *arrays)
 
 
 def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:

@@ -1,0 +1,220 @@
+"""TPU kernels that rotate or normalise heads in the layout of the projections.
+
+Heads [B T N H] of whole tiles of 128 lanes are read as [B T N·H], as products with
+weights write them and kernels of attention read them. In XLA a rotation or a norm of
+[B T N H] has the heads or time along other axes of a tile, and needs copies before and
+after it. Each kernel here reads and writes every number once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from symjax.attention.kernels.operands import result
+from symjax.attention.kernels.tpu import tiles
+
+BLOCKS = (2048, 1024, 512, 256, 128)  # tokens of a block, the preferred number first
+ROWS = 64  # tokens that are computed at once
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def turn(
+    distance: int,
+    interpret: Any,
+    x: Float[Array, "B T N H"],
+    same: Float[Array, "#B T H"],
+    other: Float[Array, "#B T H"],
+) -> Float[Array, "B T N H"]:
+    """Return x · same + partner · other, where partners are the features of a pair.
+
+    Args:
+        distance: of the two features of a pair: 1 or H/2.
+        same, other: factors in float32, for all heads. Those in `other` of the two
+            features of a pair are opposite numbers, as in a rotation.
+    """
+    size, batch = x.shape[3], same.shape[0]
+
+    def head(b, t, n):
+        return b, n, t
+
+    def token(b, t, n):
+        return b * (batch > 1), 0, t
+
+    block = _block(x)
+    heads, factors = (tiles.head_blocks(size, block, y) for y in (head, token))
+    flat = jax.lax.collapse(x, 2)
+    turned = pl.pallas_call(
+        partial(_turn, distance),
+        out_shape=result(x, flat.shape, x.dtype),
+        grid=(x.shape[0], x.shape[1] // block, x.shape[2]),
+        in_specs=[heads, factors, factors],
+        out_specs=heads,
+        compiler_params=tiles.compiler(3),
+        cost_estimate=tiles.estimate(0, 0, [x, x, same, other]),
+        interpret=interpret,
+        name="heads_turn",
+    )(flat, same, other)
+    return turned.reshape(x.shape)
+
+
+def _turn(distance: int, x, same, other, turned) -> None:
+    roll = partial(pltpu.roll, axis=1)
+
+    def rows(i: Array, _: None) -> None:
+        at = pl.ds(i * ROWS, ROWS)
+        wide = x[at, :].astype(jnp.float32)
+        found = wide * same[at, :] + _partners(distance, wide, roll) * other[at, :]
+        turned[at, :] = found.astype(turned.dtype)
+
+    jax.lax.fori_loop(0, x.shape[0] // ROWS, rows, None)
+
+
+def _partners(distance: int, x: Array, roll: Callable) -> Array:
+    """Return the other feature of the pair of each feature."""
+    size = x.shape[-1]
+    if 2 * distance == size:
+        return roll(x, distance)
+    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    first = lane // distance % 2 == 0
+    return jnp.where(first, roll(x, size - distance), roll(x, distance))
+
+
+def _turn_forward(distance: int, interpret: Any, x: Any, same: Any, other: Any):
+    learned = same.perturbed or other.perturbed
+    x, same, other = (y.value for y in (x, same, other))
+    kept = same, other, x if learned else None
+    return turn(distance, interpret, x, same, other), kept
+
+
+def _turn_backward(distance: int, interpret: Any, kept: tuple, change: Any) -> tuple:
+    same, other, x = kept
+    if isinstance(change, jax.custom_derivatives.SymbolicZero):
+        change = jnp.zeros(change.shape, change.dtype)
+    turned = turn(distance, interpret, change, same, -other)
+    if x is None:
+        return turned, jnp.zeros_like(same), jnp.zeros_like(other)
+    wide, change = (y.astype(jnp.float32) for y in (x, change))
+    batch = (0,) if same.shape[0] == 1 else ()
+    changes = (
+        (change * y).sum(axis=(*batch, 2), keepdims=True)[:, :, 0]
+        for y in (wide, _partners(distance, wide, partial(jnp.roll, axis=-1)))
+    )
+    return turned, *changes
+
+
+turn.defvjp(_turn_forward, _turn_backward, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def norm(
+    epsilon: float,
+    interpret: Any,
+    x: Float[Array, "B T N H"],
+    scale: Float[Array, " H"],
+) -> Float[Array, "B T N H"]:
+    """Return x / √(mean of squares + epsilon) · scale for each head, as x.dtype."""
+    call = partial(_norm, epsilon)
+    (normed,) = _call_norm(call, interpret, "heads_norm", [x], scale)
+    return normed
+
+
+def _norm(epsilon: float, x, scale, normed) -> None:
+    def rows(i: Array, _: None) -> None:
+        at = pl.ds(i * ROWS, ROWS)
+        wide = x[at, :].astype(jnp.float32)
+        found = wide * _inverse(epsilon, wide) * scale[...]
+        normed[at, :] = found.astype(normed.dtype)
+
+    jax.lax.fori_loop(0, x.shape[0] // ROWS, rows, None)
+
+
+def _inverse(epsilon: float, x: Float[Array, "r H"]) -> Float[Array, "r 1"]:
+    squares = (x * x).sum(axis=1, keepdims=True) * (1 / x.shape[1])
+    return jax.lax.rsqrt(squares + epsilon)
+
+
+def _norm_forward(epsilon: float, interpret: Any, x: Array, scale: Array) -> tuple:
+    return norm(epsilon, interpret, x, scale), (x, scale)
+
+
+def _norm_backward(epsilon: float, interpret: Any, kept: tuple, change: Array) -> tuple:
+    x, scale = kept
+    call = partial(_norm_gradient, epsilon)
+    found, sums = _call_norm(
+        call, interpret, "heads_norm_backward", [x, change], scale, with_sums=True
+    )
+    return found, sums.sum(axis=(0, 1, 2)).astype(scale.dtype)
+
+
+def _norm_gradient(epsilon: float, x, change, scale, found, sums) -> None:
+    """Compute the gradient of x, and 8 partial sums per feature of that of the scale.
+
+    With u = x / deviation and g = change · scale it is (g − u mean(u g)) / deviation.
+    """
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    def rows(i: Array, _: None) -> None:
+        at = pl.ds(i * ROWS, ROWS)
+        wide, given = (y[at, :].astype(jnp.float32) for y in (x, change))
+        inverse = _inverse(epsilon, wide)
+        unit = wide * inverse
+        product = unit * given
+        sums[...] += product.reshape(ROWS // 8, 8, -1).sum(axis=0)
+        along = (product * scale[...]).sum(axis=1, keepdims=True) / unit.shape[1]
+        turned = (given * scale[...] - unit * along) * inverse
+        found[at, :] = turned.astype(found.dtype)
+
+    jax.lax.fori_loop(0, x.shape[0] // ROWS, rows, None)
+
+
+def _call_norm(
+    kernel: Any,
+    interpret: Any,
+    name: str,
+    arrays: list[Float[Array, "B T N H"]],
+    scale: Float[Array, " H"],
+    with_sums: bool = False,
+) -> list[Array]:
+    """Run a kernel over heads and blocks of tokens.
+
+    Its results are heads, and [B N 8 H] sums over tokens if `with_sums`.
+    """
+    x = arrays[0]
+    batch, length, heads, size = x.shape
+    block = _block(x)
+    spec = tiles.head_blocks(size, block, lambda b, n, t: (b, n, t))
+    flat = [jax.lax.collapse(y, 2) for y in arrays]
+    row = scale.astype(jnp.float32)[None]
+    shapes, specs = [result(x, flat[0].shape, x.dtype)], [spec]
+    if with_sums:
+        shapes.append(result(x, (batch, heads, 8, size), jnp.float32))
+        specs.append(pl.BlockSpec((None, None, 8, size), lambda b, n, t: (b, n, 0, 0)))
+    found, *sums = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=(batch, heads, length // block),
+        in_specs=[*[spec] * len(flat), pl.BlockSpec((1, size), lambda b, n, t: (0, 0))],
+        out_specs=specs,
+        compiler_params=tiles.compiler(2, 1),
+        cost_estimate=tiles.estimate(0, x.size // size, [arrays, shapes]),
+        interpret=interpret,
+        name=name,
+    )(*flat, row)
+    return [found.reshape(x.shape), *sums]
+
+
+norm.defvjp(_norm_forward, _norm_backward)
+
+
+def _block(x: Float[Array, "B T N H"]) -> int:
+    """Return the tokens of a block, which divide T."""
+    return next(size for size in BLOCKS if x.shape[1] % size == 0)

@@ -46,7 +46,8 @@ class HeadNorm(RMSNorm):
         self, x: Float[Array, "B T N H"], factor: Any = 1.0
     ) -> Float[Array, "B T N H"]:
         """Return the norm of each head times a factor."""
-        x, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        given: Any = x, _value(self.scale)
+        x, scale = self.promote_dtype(given, dtype=self.dtype)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         scale = Operand(scale.astype(wide) * factor, "")
         return heads_per_device(self._normed, x, scale=scale)

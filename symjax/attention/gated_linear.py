@@ -137,8 +137,8 @@ def decay_causal(
     normalise the output. No decay is divided by another, so that decays of any size,
     also 0, are exact. Query head n uses key head n // (N/K) and its decay. Sums run in
     float32 at least. Time O(T (H V + chunk_size (H + V))); decays per channel add
-    O(T H log chunk_size) exponentials. The backward pass saves one state per chunk, or
-    one for all chunks that run in parallel.
+    O(T H √chunk_size) exponentials and products. The backward pass saves one state per
+    chunk, or one for all chunks that run in parallel.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves a state per query head every 128 tokens; on a GPU a state per key head

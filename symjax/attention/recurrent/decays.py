@@ -3,35 +3,31 @@
 The decay of a pair is exp(g_{s+1} + … + g_t), with the log-decays g ≤ 0 of the tokens
 after key s up to query t. `chunk_decays` computes all of them for one chunk.
 
-Blocks of tokens are joined two by two, as in a merge sort. Queries of the
-second half see keys of the first half. The log-decay of such a pair is the sum from the
-key to the boundary between the halves plus the sum from there to the query. Inside a
-first block it is the difference of two cumulative sums; `_exponents` computes them in
-two parts, which lose no digits. So every factor is at most 1, a strong decay does not
-make other decays less exact, and −∞, which forgets everything, is a valid log-decay.
+A chunk is split into blocks. Inside a block the sum of a pair is the difference of two
+cumulative sums; `_exponents` computes them in two parts, which lose no digits. For two
+tokens of different blocks it is a sum of three parts: from the key to the end of its
+block, from there to the beginning of the query's block, and from there to the query. So
+every factor is at most 1, a strong decay does not make other decays less exact, and −∞,
+which forgets everything, is a valid log-decay.
 
-Short blocks are slow on accelerators and make programs long. The recursion therefore
-starts with blocks of up to 128 tokens for decays per head. For decays per channel it
-starts with 16 tokens, or with 8 in chunks below 128 tokens. For decays per head this
-takes 25 million cycles instead of 65, forward and backward, by the estimate of the
-compiler for a v5e (B 4, T 4096, N 16, H 64).
+Decays per head have blocks of up to 128 tokens, since short blocks are slow on
+accelerators. Decays per channel have about √T blocks of about √T tokens: inside a block
+a pair takes one exponential per channel, and keys are multiplied once per later block.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays, check_log_decay
 from symjax.attention.core.products import TILE, einsum, products
 from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle
-
-SMALL_TILE = 16  # tokens of a first block, for decays per channel
-SMALLEST_TILE = 8  # the same in chunks below 128 tokens, as on CPUs
 
 
 class ChunkDecays(NamedTuple):
@@ -118,8 +114,8 @@ def chunk_decays(
     """Return the decays of a chunk, and the scores of its pairs.
 
     Decays per head (F = 1) take O(T²) exponentials per head. Decays per channel (F = H)
-    take O(T H log T), and T H times the tokens of a first block. A shared log-decay
-    takes O(T²) for all chunks together.
+    take O(T H √T), as many multiplications, and numbers of memory. A shared log-decay
+    takes O(T²) exponentials for all chunks together.
 
     Args:
         shared: the log-decay that all tokens share; None: it is the last operand of the
@@ -175,57 +171,100 @@ def _scores_by_head(
 
     One decay multiplies the product of each pair.
     """
-
-    def across_boundary(since: Array, until: Array) -> Array:
-        return since + jnp.swapaxes(until, -1, -2)
-
     length = key.shape[2]
-    padded = _to_power_of_two(log_decay)
-    within_blocks = _exponents(_blocks(padded, _tile(length, TILE)))[..., 0]
-    since, until, exponents = _by_halves(
-        padded, within_blocks, across_boundary, -jnp.inf
-    )
+    blocks = _blocks(log_decay, min(TILE, length))
+    sums = _block_sums(blocks)
+    exponents = sums.pairs[..., None, :, 0]
+    count, size = blocks.shape[2:4]
+    if count > 1:
+        rows, between = sums.since[..., None, :], sums.between[:, :, :, None]
+        across = rows + between + sums.until[:, :, None, None, :, :, 0]
+        exponents = where(_same_block(count), exponents, across)
+    exponents = exponents.reshape(*blocks.shape[:2], count * size, count * size)
     weights = jnp.exp(exponents[..., :length, :length])
     scores = product("bkgth,bksh->bkgts", query, key)
     scores = einsum("bkgts,bkts->bkgts", scores, weights)
+    since, until = _chunk_sums(sums)
     return since[:, :, :length], until[:, :, :length], scores
 
 
 def _scores_by_channel(
     query: Array, key: Array, log_decay: Array, product: Callable[..., Array]
 ) -> tuple[Array, Array, Array]:
-    """Return `since`, `until`, and scores Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th).
-
-    The decay from a key to a boundary multiplies the key. The decay from the boundary
-    to a query multiplies the query.
-    """
+    """Return `since`, `until`, and scores Σ_h q_th k_sh exp(g_{s+1,h} + … + g_th)."""
     length = key.shape[2]
-    query, key, padded = map(_to_power_of_two, (query, key, log_decay))
-
-    def across_boundary(since: Array, until: Array) -> Array:
-        half = since.shape[-2]
-        later = _halves(query, 3, half)[1] * jnp.exp(since)[:, :, None]
-        earlier = _halves(key, 2, half)[0] * jnp.exp(until)
-        return product("bkgnith,bknish->bkgnits", later, earlier)
-
-    tile = _tile(length, SMALL_TILE if length >= TILE else SMALLEST_TILE)
-    blocks = [_blocks(x, tile) for x in (query, key, padded)]
-    if tile == 1:  # a token sees itself without decay
-        within_blocks = einsum("bkgnth,bknth->bkgnt", *blocks[:2])[..., None]
-    else:
-        within_blocks = _short_block_scores(*blocks)
-    since, until, scores = _by_halves(padded, within_blocks, across_boundary, 0)
-    scores = scores[..., :length, :length]
-    return since[:, :, :length], until[:, :, :length], scores
+    if length == 1:  # a token sees itself without decay
+        scores = product("bkgth,bksh->bkgts", query, key)
+        return log_decay, jnp.zeros_like(log_decay), scores
+    size = 1 << ((length - 1).bit_length() + 1) // 2  # about √length
+    query, key, log_decay = (_blocks(x, size) for x in (query, key, log_decay))
+    results: Any = _block_scores(product, query, key, log_decay)
+    since, until, scores = results
+    return since[:, :, :length], until[:, :, :length], scores[..., :length, :length]
 
 
-def _tile(length: int, size: int) -> int:
-    """Return the size of the first blocks, a power of two."""
-    return min(size, 1 << (length - 1).bit_length())
+def _blocks(x: Float[Array, "*heads T F"], size: int) -> Float[Array, "*heads n m F"]:
+    """Split time into blocks of `size` tokens.
+
+    Zeros pad the last block: tokens that add nothing and do not decay.
+    """
+    *heads, length, channels = x.shape
+    count = -(-length // size)
+    if missing := count * size - length:
+        x = jnp.pad(x, [(0, 0)] * len(heads) + [(0, missing), (0, 0)])
+    return x.reshape(*heads, count, size, channels)
 
 
-def _blocks(x: Float[Array, "*n T F"], size: int) -> Float[Array, "*n T/size size F"]:
-    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
+def _same_block(count: int) -> Bool[Array, "n 1 n 1"]:
+    """Return True for pairs [i, ·, j, ·] of a query and a key in the same block."""
+    return jnp.eye(count, dtype=bool)[:, None, :, None]
+
+
+class _BlockSums(NamedTuple):
+    """Sums of log-decays of a chunk of n blocks with m tokens each.
+
+    Attributes:
+        pairs: [t, s]: the sum after token s through token t of the same block; −∞ if s
+            is later than t.
+        since: the sum from the first token of the block through each token.
+        until: the sum after each token through the last one of its block.
+        between: [i, j]: the sum over the blocks after j and before i; −∞ if there is no
+            pair of a query in i and a key in the earlier block j.
+        before, after: the sum over all blocks before each block, and after it.
+    """
+
+    pairs: Float[Array, "B K n m m F"]
+    since: Float[Array, "B K n m F"]
+    until: Float[Array, "B K n m F"]
+    between: Float[Array, "B K n n F"]
+    before: Float[Array, "B K n 1 F"]
+    after: Float[Array, "B K n 1 F"]
+
+
+def _block_sums(log_decay: Float[Array, "B K n m F"]) -> _BlockSums:
+    pairs = _exponents(log_decay)
+    since, until = log_decay[..., :1, :] + pairs[..., 0, :], pairs[..., -1, :, :]
+    total = since[..., -1, :]
+    if total.shape[2] == 1:
+        zeros = jnp.zeros_like(total)[:, :, None]
+        return _BlockSums(pairs, since, until, zeros - jnp.inf, zeros, zeros)
+    blocks = _exponents(total)
+    before = _one_later(total[:, :, :1] + blocks[..., 0, :], 0)[..., None, :]
+    after = blocks[..., -1, :, :][..., None, :]
+    return _BlockSums(pairs, since, until, _one_later(blocks, -jnp.inf), before, after)
+
+
+def _chunk_sums(sums: _BlockSums) -> tuple[Array, Array]:
+    """Return `since` and `until` of `ChunkDecays`."""
+    since, until = sums.since + sums.before, sums.until + sums.after
+    return jax.lax.collapse(since, 2, 4), jax.lax.collapse(until, 2, 4)
+
+
+def _one_later(x: Float[Array, "B K n *rest"], first: float) -> Array:
+    """Move an array by one block: `first` before the first one, without the last."""
+    move = [(0, 0, 0)] * x.ndim
+    move[2] = 1, -1, 0
+    return jax.lax.pad(x, jnp.asarray(first, x.dtype), move)
 
 
 def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
@@ -253,148 +292,109 @@ def _exponents(log_decay: Float[Array, "*n T F"]) -> Float[Array, "*n T T F"]:
     return where(past, coarse + rest, -jnp.inf)
 
 
-@jax.custom_vjp
-def _short_block_scores(
-    query: Float[Array, "B K G n T H"],
-    key: Float[Array, "B K n T H"],
-    log_decay: Float[Array, "B K n T H"],
-) -> Float[Array, "B K G n T T"]:
-    """Return scores of first blocks, with one exponential per pair and channel.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _block_scores(
+    product: Callable[..., Array],
+    query: Float[Array, "B K G n m H"],
+    key: Float[Array, "B K n m H"],
+    log_decay: Float[Array, "B K n m H"],
+) -> tuple[
+    Float[Array, "B K n*m H"], Float[Array, "B K n*m H"], Float[Array, "B K G n*m n*m"]
+]:
+    """Return `since`, `until`, and the scores of all pairs.
 
-    There are T times as many exponentials as numbers in the keys. Writing them to
+    Pairs inside a block take one exponential per pair and channel. The decay of other
+    pairs has three factors: from the key to the end of its block, from there to the
+    beginning of the block of the query, and from there to the query. The first two
+    multiply the keys, once for each block of queries. The last one multiplies the
+    query.
+    """
+    return _block_forward(product, query, key, log_decay)[0]
+
+
+def _block_forward(
+    product: Callable, query: Array, key: Array, log_decay: Array
+) -> tuple[tuple, tuple]:
+    sums = _block_sums(log_decay)
+    rows = query * jnp.exp(sums.since)[:, :, None]
+    columns = (key * jnp.exp(sums.until))[:, :, None]
+    columns = columns * jnp.exp(sums.between)[..., None, :]
+    across = product("bkgith,bkish->bkgits", rows, jax.lax.collapse(columns, 3, 5))
+    across = across.reshape(*across.shape[:-1], *key.shape[2:4])
+    inside = _scores_inside(query, key, sums.pairs)[..., None, :]
+    scores = across + where(_same_block(key.shape[2]), inside, 0)
+    scores = jax.lax.collapse(jax.lax.collapse(scores, 5, 7), 3, 5)
+    return (*_chunk_sums(sums), scores), (query, key, sums, rows, columns)
+
+
+def _block_backward(
+    product: Callable, saved: tuple, gradients: tuple
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of queries, keys and log-decays.
+
+    The sum of log-decays through a token is added to the exponents of its pairs as a
+    query, and subtracted from those of its pairs as a key. Its gradient is (query ·
+    gradient of query) − (key · gradient of key). The gradient of a log-decay is the sum
+    of these over its own and all later tokens.
+    """
+    query, key, sums, rows, columns = saved
+    of_since, of_until, of_scores = gradients
+    count, size = key.shape[2:4]
+    of_scores = of_scores.reshape(*query.shape[:5], count * size)
+    columns = jax.lax.collapse(columns, 3, 5)
+    of_rows = product("bkgits,bkish->bkgith", of_scores, columns)
+    of_scores = of_scores.reshape(*query.shape[:5], count, size)
+    between = jnp.swapaxes(jnp.exp(sums.between), 2, 3)[:, :, :, None, :, None]
+    of_columns = product(
+        "bkgitjs,bkjgith->bkjsh", of_scores, rows[:, :, None] * between
+    )
+    of_inside = where(_same_block(count), of_scores, 0).sum(axis=5)
+    inside = _gradients_inside(query, key, sums.pairs, of_inside)
+    since, until = jnp.exp(sums.since)[:, :, None], jnp.exp(sums.until)
+    of_query, of_key = of_rows * since + inside[0], of_columns * until + inside[1]
+    of_sums = (rows * of_rows + query * inside[0]).sum(axis=2)
+    of_sums = of_sums - (key * until * of_columns + key * inside[1])
+    of_sums = jax.lax.collapse(of_sums, 2, 4) + of_since - of_until
+    later = lower_triangle(count * size).astype(of_sums.dtype)
+    later = jnp.broadcast_to(later, (*key.shape[:2], *later.shape))
+    of_log_decay = einsum("bkts,bkth->bksh", later, of_sums)
+    of_log_decay = of_log_decay + of_until.sum(axis=2, keepdims=True)
+    return of_query, of_key, of_log_decay.reshape(key.shape)
+
+
+_block_scores.defvjp(_block_forward, _block_backward)
+
+
+def _scores_inside(
+    query: Array, key: Array, exponents: Float[Array, "B K n m m H"]
+) -> Float[Array, "B K G n m m"]:
+    """Return the scores of pairs inside blocks.
+
+    There are m times as many exponentials as numbers in the keys. Writing them to
     memory takes longer than computing them. So they are recomputed for every sum and
     for every group of queries.
     """
     scores = []
     for group in range(query.shape[2]):
         if group:
-            log_decay = jax.lax.optimization_barrier(log_decay)
-        group_query = query[:, :, group, None]
-        scores.append(_pair_weights(group_query, key, log_decay).sum(axis=-1))
-    return jnp.concatenate(scores, axis=2)
+            exponents = jax.lax.optimization_barrier(exponents)
+        weights = jnp.exp(exponents) * query[:, :, group, ..., None, :]
+        scores.append((weights * key[:, :, :, None]).sum(axis=-1))
+    return jnp.stack(scores, axis=2)
 
 
-def _short_block_forward(query: Array, key: Array, log_decay: Array) -> tuple:
-    return _short_block_scores(query, key, log_decay), (query, key, log_decay)
-
-
-def _short_block_backward(
-    saved: tuple, scores_gradient: Array
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of queries, keys and log-decays.
-
-    The log-decay of token r is in the exponent of all pairs s < r ≤ t. Its gradient is
-    the cumulative sum, from the last token back to r, of (query · gradient of query) −
-    (key · gradient of key).
-    """
-    query, key, log_decay = saved
-    query_gradients, key_gradient, ones = [], jnp.zeros_like(key), jnp.ones_like
+def _gradients_inside(
+    query: Array, key: Array, exponents: Array, scores: Float[Array, "B K G n m m"]
+) -> tuple[Float[Array, "B K G n m H"], Float[Array, "B K n m H"]]:
+    """Return the gradients of queries and keys from those of `_scores_inside`."""
+    of_query, of_key = [], jnp.zeros_like(key)
     for group in range(query.shape[2]):
-        arrays = (
-            query[:, :, group, None],
-            key,
-            log_decay,
-            scores_gradient[:, :, group, None],
-        )
-        group_query, key, log_decay, gradient = jax.lax.optimization_barrier(arrays)
-        weights = _pair_weights(ones(group_query), key, log_decay, gradient)
-        query_gradients.append(weights.sum(axis=-2))
-        arrays = group_query, key, log_decay, gradient
-        group_query, key, log_decay, gradient = jax.lax.optimization_barrier(arrays)
-        weights = _pair_weights(group_query, ones(key), log_decay, gradient)
-        key_gradient += weights.sum(axis=(2, -3))
-    query_gradient = jnp.concatenate(query_gradients, axis=2)
-    decay_gradient = (query * query_gradient).sum(axis=2) - key * key_gradient
-    return (
-        query_gradient,
-        key_gradient,
-        jax.lax.cumsum(decay_gradient, axis=3, reverse=True),
-    )
-
-
-_short_block_scores.defvjp(_short_block_forward, _short_block_backward)
-
-
-def _pair_weights(
-    query: Array, key: Array, log_decay: Array, scores: Array | None = None
-) -> Float[Array, "B K G n T T H"]:
-    """Return q_th k_sh exp(g_{s+1,h} + … + g_th), times `scores` if they are given."""
-    weights = _pair_decays(log_decay)[:, :, None]
-    weights = weights * query[..., None, :] * key[:, :, None, :, None]
-    return weights if scores is None else weights * scores[..., None]
-
-
-@jax.jit  # one function of the program, which calls it several times
-def _pair_decays(log_decay: Float[Array, "*n T H"]) -> Float[Array, "*n T T H"]:
-    """Return exp(g_{s+1} + … + g_t) for s ≤ t, else 0."""
-    return jnp.exp(_exponents(log_decay))
-
-
-def _to_power_of_two(x: Array) -> Array:
-    """Pad time with zeros: tokens that add nothing and do not decay."""
-    length = x.shape[-2]
-    more = (1 << (length - 1).bit_length()) - length
-    if not more:
-        return x
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)])
-
-
-def _halves(
-    x: Float[Array, "*heads_and_time F"], heads: int, half: int
-) -> tuple[Float[Array, "*heads n 1 half F"], Float[Array, "*heads n 1 half F"]]:
-    """Return the first and the second halves of blocks of 2·half tokens.
-
-    Args:
-        heads: number of axes before those of time.
-    """
-    lead, length = x.shape[:heads], math.prod(x.shape[heads:-1])
-    blocks = x.reshape(*lead, length // (2 * half), 2, half, x.shape[-1])
-    first, second = jax.lax.split(blocks, (1, 1), heads + 1)
-    return first, second
-
-
-def _by_halves(
-    log_decay: Float[Array, "B K T F"],
-    within_blocks: Float[Array, "*heads n size size"],
-    across_boundary: Callable[[Array, Array], Array],
-    fill: float,
-) -> tuple[
-    Float[Array, "B K T F"], Float[Array, "B K T F"], Float[Array, "*heads T T"]
-]:
-    """Join blocks of tokens two by two until one block has all T, a power of two.
-
-    Args:
-        within_blocks: values of the pairs inside each first block.
-        across_boundary: (since, until) → values of the pairs that have the query in the
-            second half and the key in the first. `since` are the log-decays from the
-            boundary between the halves to each query, `until` those from each key to
-            the boundary, both [B K n 1 T F].
-        fill: value of pairs whose key is later than the query.
-    Returns:
-        `since` and `until` as in `ChunkDecays`, and the values of all pairs.
-    """
-    pairs, half = within_blocks, within_blocks.shape[-1]
-    blocks = _blocks(log_decay, half)
-    nothing = jnp.zeros((), log_decay.dtype)
-    unchanged, one_later = (0, 0, 0), (-1, 1, 0)
-    later = jax.lax.pad(blocks, nothing, [*[unchanged] * 3, one_later, unchanged])
-    since = jax.lax.cumsum(blocks, axis=3)
-    until = jax.lax.cumsum(later, axis=3, reverse=True)
-    heads = pairs.ndim - 3
-    while half < log_decay.shape[2]:
-        since_first, since_second = _halves(since, 2, half)
-        until_first, until_second = _halves(until, 2, half)
-        first, second = _halves(pairs, heads, half)
-        across = across_boundary(since_second, until_first)
-        below = jnp.concatenate([across, second], -1)
-        above = jnp.concatenate([first, jnp.full_like(first, fill)], -1)
-        pairs = jnp.concatenate([above, below], -2)
-        through_first, through_second = (
-            since_first[..., -1:, :],
-            since_second[..., -1:, :],
-        )
-        since = jnp.concatenate([since_first, through_first + since_second], -2)
-        until = jnp.concatenate([until_first + through_second, until_second], -2)
-        half *= 2
-    since, until = (x.reshape(log_decay.shape) for x in (since, until))
-    return since, until, pairs.reshape(*pairs.shape[:heads], half, half)
+        arrays = exponents, scores[:, :, group], key, query[:, :, group]
+        exponents, gradient, key, _ = jax.lax.optimization_barrier(arrays)
+        weights = jnp.exp(exponents) * key[:, :, :, None] * gradient[..., None]
+        of_query.append(weights.sum(axis=-2))
+        arrays = exponents, gradient, key, query[:, :, group]
+        exponents, gradient, _, one = jax.lax.optimization_barrier(arrays)
+        weights = jnp.exp(exponents) * one[..., None, :] * gradient[..., None]
+        of_key = of_key + weights.sum(axis=-3)
+    return jnp.stack(of_query, axis=2), of_key

@@ -105,7 +105,7 @@ def chunk_of(span: Span) -> Chunk:
     query, key, value = span[:3]
     heads_first = partial(jnp.swapaxes, axis1=1, axis2=2)
     return Chunk(
-        rearrange(query, "b t (k g) h -> b k g t h", k=key.shape[2]),
+        group_heads(heads_first(query), key.shape[2]),
         heads_first(key),
         heads_first(value),
         jax.tree.map(heads_first, span.operands),
@@ -113,6 +113,11 @@ def chunk_of(span: Span) -> Chunk:
         span.segment,
         span.starts_segment,
     )
+
+
+def group_heads(x: Float[Array, "B N *rest"], heads: int) -> Array:
+    """Return x with one axis of key heads and one of the query heads that share one."""
+    return x.reshape(len(x), heads, x.shape[1] // max(1, heads), *x.shape[2:])
 
 
 def product_and_arrays(

@@ -49,6 +49,7 @@ from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,
     chunk_of,
+    group_heads,
     past_pairs,
     through_segments,
     time_first,
@@ -169,7 +170,11 @@ class Normalised:
         """
         chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
-        query = self.features.query(chunk.query.astype(dtype), parameters)
+        # XLA compiles one kernel for queries and keys of one shape.
+        query = jnp.swapaxes(span.query, 1, 2).astype(dtype)
+        query = self.features.query(query, parameters)
+        heads = chunk.key.shape[1]
+        query = jax.tree.map(partial(group_heads, heads=heads), query)
         divisor = None
         if query.amplitude is not None and not self.features.bounded:
             divisor = jnp.abs(query.amplitude).max(axis=-1, keepdims=True)

@@ -6,7 +6,7 @@
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 1 + cos is the product of the features [1, x/|x|] of query and key. So cosine attention
-is linear attention with these features: it forms no [T S] array, and decodes from a
+is linear attention with these features: its time is linear in T, and it decodes from a
 state of (H + 1)(V + 1) numbers per head.
 """
 
@@ -38,11 +38,11 @@ def cosine(
 
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
-    Query head n uses key head n // (N/K). Time O((T + S) H V); no [T S] array is
-    formed. Sums run in float32 at least, which must hold |x|²: entries up to 1e18, and
-    for gradients lengths of at least 1e-18. No ε is added to a denominator. A row is
-    zero if it sees no key, or if 1 + cos is below 2⁻²⁴, the rounding error of 1, for
-    all its keys.
+    Query head n uses key head n // (N/K). Time O((T + S) H V). A [T S] array is formed
+    only if S ≤ (H + 1) V / (H + 1 + V). Sums run in float32 at least, which must hold
+    |x|²: entries up to 1e18, and for gradients lengths of at least 1e-18. No ε is added
+    to a denominator. A row is zero if it sees no key, or if 1 + cos is below 2⁻²⁴, the
+    rounding error of 1, for all its keys.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
     keys, or all keys of a chunk of `cosine_causal`, have one direction. Otherwise, and
@@ -83,10 +83,10 @@ def cosine_causal(
 
     Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk.
 
-    On one NVIDIA GPU, the kernels of linear attention compute it in bfloat16. The mean
-    weight of a row then has an error of about 1e-4, at most 1e-3; the relative error of
-    the output is this error divided by the mean weight. A row whose mean weight is
-    below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
+    On one NVIDIA GPU, the kernels of linear attention compute calls in bfloat16. The
+    mean weight of a row then has an error of about 1e-4, at most 1e-3; the relative
+    error of the output is this error divided by the mean weight. A row whose mean
+    weight is below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.

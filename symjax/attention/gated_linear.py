@@ -110,7 +110,11 @@ class Decayed:
         return DecayState(sums), through
 
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
-        """Return the effect of two spans: sums are added, log-decays too."""
+        """Return the effect of two consecutive spans.
+
+        The first sums decay by the second log-decay; then both sums and both log-decays
+        are added.
+        """
         faded_sums = one[0].sums * jnp.exp(two[1])[..., None]
         return DecayState(faded_sums + two[0].sums), one[1] + two[1]
 
@@ -138,7 +142,7 @@ def decay_causal(
     also 0, are exact. Query head n uses key head n // (N/K) and its decay. Sums run in
     float32 at least. Time O(T (H V + chunk_size (H + V))); decays per channel add
     O(T H √chunk_size) exponentials and products. The backward pass saves one state per
-    chunk, or one for all chunks that run in parallel.
+    chunk, or per group of chunks that run in parallel.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves a state per query head every 128 tokens; on a GPU a state per key head

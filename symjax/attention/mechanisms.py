@@ -65,8 +65,8 @@ class Mechanism(NamedTuple):
             adds learned feature maps.
         operands: names of arrays besides query, key and value.
         required: operands that have no default.
-        is_causal: whether `attend` takes the argument `is_causal`. Performer, decay and
-            delta do not take it; their causal form is `causal`.
+        is_causal: whether `attend` takes the argument `is_causal`. Without it the
+            causal form is `causal`.
         bidirectional: whether a token may attend to later tokens.
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
@@ -108,7 +108,10 @@ class Mechanism(NamedTuple):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Values of the option `implementation`; empty if this is a recurrence."""
+        """Implementations of a `ScoreMechanism`; empty for others.
+
+        `symjax.layers.validate` has the values that layers of others take.
+        """
         return getattr(self.attend, "implementations", ())
 
     @property
@@ -256,8 +259,9 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 def table() -> str:
     """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    `symmetric` and `differential` have no rows. They apply to every mechanism with the
-    arguments (query, key, value): to all but flash and matrix_function.
+    `symmetric` and `differential` have no rows. As functions they take every mechanism
+    with the arguments (query, key, value): all but flash and matrix_function. Layers
+    have other limits (docs/training.md).
     """
     names = capabilities(SCORED)
     rows = [("mechanism", *names, "time per head", "memory to decode")]

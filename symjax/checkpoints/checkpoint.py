@@ -234,14 +234,14 @@ class Checkpoints:
     def _candidates(self, step: int | None, best: bool) -> list[int]:
         """Return the steps in the order in which to try them until one is whole.
 
-        Without `best` the newest comes first. With `best` the step with the least loss
-        comes first. Steps whose loss cannot be read precede it: one of them may have
-        been the best, and trying them reports them as damaged.
+        Without `best` the newest comes first. With `best` the steps are in the order of
+        their losses. Steps whose loss cannot be read come before all others: one of
+        them may have been the best, and trying them reports them as damaged.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")
-        whole = isinstance(step, SupportsIndex | None) and not isinstance(step, bool)
-        if not whole:
+        valid = isinstance(step, SupportsIndex | None) and not isinstance(step, bool)
+        if not valid:
             raise ValueError(f"a step must be a whole number, got {step!r}")
         present = self.steps()[::-1]
         if not present:

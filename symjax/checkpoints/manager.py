@@ -148,8 +148,9 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        `Interrupts` numbers its questions, and jax makes all processes stop at the same
-        number. Orbax would ask too, with the number of the training step. The processes
+        `Interrupts.due` passes the number of its call to jax's
+        `reached_preemption_sync_point`, and jax makes all processes stop at the same
+        number. Orbax would pass the training step to the same function. The processes
         could then agree on a number that `Interrupts` has passed or reaches much later.
         """
         return False

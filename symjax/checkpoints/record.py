@@ -93,9 +93,9 @@ def read_meta(directory: epath.Path) -> dict[str, Any]:
 
 
 def short(error: BaseException) -> str:
-    """Return the type of an error and the end of its first line.
+    """Return the type of an error and its first line.
 
-    The line is cut on the left, since Orbax's messages end with the cause.
+    Only the end of a long line is kept, since Orbax's messages end with the cause.
     """
     error = error.__cause__ or error
     line = (str(error).splitlines() or [""])[0].split(" [tensorstore_spec")[0]

@@ -13,7 +13,7 @@ class Optimizer(Keys):
 
     name: str = key(
         "adamw",
-        "optax optimizer; muon updates the kernels of blocks, and adamw all other "
+        "optax optimizer; muon updates the matrices of blocks, and adamw all other "
         "weights",
         ("adamw", "adam", "lion", "sgd", "muon"),
     )

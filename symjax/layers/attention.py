@@ -92,7 +92,7 @@ class Attention(nnx.Module):
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
         self.chosen = chosen = options.attention
         self.mixer = mixer_of(options, depth)
-        has_keys = self.mixer.form.keys
+        has_keys = self.mixer.entry.keys
         self.symmetric = chosen.symmetric if has_keys else "plain"
         self.projections = PROJECTIONS[self.symmetric]
         self.part = part_of(self.mixer.mechanism)

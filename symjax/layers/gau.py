@@ -73,7 +73,7 @@ class GatedBlock(nnx.Module):
         self.gate = linear(options.width, hidden)
         self.value = linear(options.width, hidden)
         self.shared = linear(options.width, size)
-        roles = ("query", "key", *self.mixer.form.required)
+        roles = ("query", "key", *self.mixer.entry.required)
         self.roles = nnx.Dict({role: Role(size, **layer) for role in roles})
         self.out = linear(hidden, options.width)
         self.dropout = options.dropout

@@ -61,7 +61,7 @@ class Mixer:
     signals: int = 1
 
     @property
-    def form(self) -> attention.Mechanism:
+    def entry(self) -> attention.Mechanism:
         return attention.MECHANISMS[self.mechanism]
 
     @property
@@ -77,7 +77,7 @@ class Mixer:
         Score mechanisms get one noise head per group of signal heads. Recurrences get
         one noise head, and so one state of noise, per signal head.
         """
-        shares = self.signals == 1 or self.form.implementations
+        shares = self.signals == 1 or self.entry.implementations
         return self.sizes if shares else self.sizes.repeat_noise()
 
     def __call__(self, operands: dict[str, Operand]) -> Float[Array, "B T N V"]:
@@ -87,12 +87,12 @@ class Mixer:
         between devices. Encoders gather the tokens.
         """
         options, length = dict(self.options), operands["query"].array.shape[1]
-        function = self.form.attend
-        if self.causal and self.form.causal is not None:
-            function = self.form.causal
+        function = self.entry.attend
+        if self.causal and self.entry.causal is not None:
+            function = self.entry.causal
         elif self.causal:
             options["is_causal"] = True
-        if not self.form.keys:
+        if not self.entry.keys:
             function = _without_key(function)
         group = options.get("group_size", 1)  # tokens that stay on one device
         axis = time_axis(length, group) if self.causal else None
@@ -123,7 +123,7 @@ class Mixer:
         """
         size = head_size or self.sizes.head_size
         keys, value_size = self.mechanism_sizes.keys, self.sizes.value_size
-        if self.form.state is None:
+        if self.entry.state is None:
             values = (batch, length, self.sizes.kv_heads, value_size)
             shape = batch, length, keys, size
             has_keys = not self.keys_from_values
@@ -134,7 +134,7 @@ class Mixer:
         options.pop("chunk_size", None)
         # The two query heads of V2 read one state; V1 has a state for each branch.
         shape = batch, keys, size, value_size
-        return self.form.state(*shape, dtype=self.dtype, **options)
+        return self.entry.state(*shape, dtype=self.dtype, **options)
 
     def decode(
         self,
@@ -154,20 +154,20 @@ class Mixer:
         Raises:
             ValueError: more tokens than fit the cache.
         """
-        if self.form.state is None:
+        if self.entry.state is None:
             given = position, padding_mask, keys_of
             return self._decode_scores(operands, cache, *given)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
         options = dict(self.automatic.options)
         if operands["query"].array.shape[1] == 1 and padding_mask is None:
-            function = _state_first(self.form.step)
+            function = _state_first(self.entry.step)
             options = {x: y for x, y in options.items() if x not in CHUNK_OPTIONS}
         else:
-            function, options["return_state"] = self.form.causal, True
+            function, options["return_state"] = self.entry.causal, True
             if padding_mask is not None:
                 operands["mask"] = Operand(padding_mask[:, None, None], "B")
-        if not self.form.keys:
+        if not self.entry.keys:
             function = _without_key(function)
         return self._run(function, options, operands, ("BTN", axes))
 
@@ -215,7 +215,7 @@ class Mixer:
             if "bias" in operands:
                 bias = operands["bias"]
                 cached["bias"] = bias._replace(array=bias.array[..., :size])
-            return self._run(self.form.attend, options, operands | cached, "BTN")
+            return self._run(self.entry.attend, options, operands | cached, "BTN")
 
         prefixes = _prefixes(room)
         index = jnp.searchsorted(jnp.array(prefixes), positions.max() + 1)

@@ -127,7 +127,7 @@ def scores_of_branches(
 
     None for mechanisms that compute no scores.
     """
-    if not mixer.form.keys or mixer.form.state is not None:
+    if not mixer.entry.keys or mixer.entry.state is not None:
         return None
     return each_branch(partial(_scores, mixer), operands, mixer.differential)
 

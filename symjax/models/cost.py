@@ -44,7 +44,7 @@ def attention_flops(options: config.Model, depth: int) -> float:
     part = part_of(mixer.mechanism)
     if part.flops is not None:
         return part.flops(mixer, chosen, options.length)
-    if mixer.form.state is None:
+    if mixer.entry.state is None:
         return score_flops(mixer, options.length)
     features = part.feature_count(chosen, mixer.sizes.head_size)
     return recurrence_flops(mixer, features, options.length)

@@ -1,10 +1,10 @@
 """A run from its configuration to its last checkpoint.
 
-`run` takes signals and locks the workdir. `train` then does everything in order:
+`run` handles signals and locks the workdir. `train` then does everything in order:
 configuration, data, program, state, and the loop over steps. After a step the loop
-reports the metrics of the step before (`report`), evaluates (`heldout.evaluate`) and
-saves (`save_checkpoint`) when they are due. The argument `run` of these functions is a
-`Run`: the options, the program, the open files and the clock of a run.
+reports the metrics of the step before (`report`). When they are due, it evaluates
+(`heldout.evaluate`) and saves (`save_checkpoint`). The argument `run` of these three
+functions is a `Run`: the options, the program, the open files and the clock of a run.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
             the workdir is unchanged. Also if the data cannot be read in a later step.
         FloatingPointError: the loss or its gradient is not finite, or the gradient is
             a spike, and the step may not be skipped (see `report`); or the held-out
-            loss is not finite when a checkpoint is due.
+            loss is not finite when an evaluation or a checkpoint is due.
         Interrupted: a signal came; if steps were made, the last one has been saved.
     """
     compile.use_compile_cache()

@@ -103,9 +103,9 @@ def objective(
 ) -> Objective:
     """Return the mean loss over targets, for training.
 
-    If there are more than `MOST_LOGITS` logits, they are computed in parts. The
-    gradient is then computed together with the losses, with three products with the
-    output layer in all, and forward-mode differentiation is not possible.
+    If there are more than `MOST_LOGITS` logits, they are computed in parts, and the
+    gradient together with the losses. This takes three products with the output layer,
+    and has no forward-mode derivative.
 
     Args:
         z_loss: weight of the squared normalisers.

@@ -4,9 +4,9 @@
 of weights, and an average of the weights (`averaged`). `guarded` wraps the chain and
 skips harmful steps.
 
-The training step stacks the arrays of equal layers (`Stacks`) before the update and
-splits them after it. So XLA compiles one update for all equal layers, instead of one
-per layer. States and checkpoints keep the layers separate.
+With `model.scan_layers` the training step stacks the arrays of equal layers (`Stacks`)
+before the update and splits them after it. So XLA compiles one update for all equal
+layers, instead of one per layer. States and checkpoints keep the layers separate.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def average_of(state: Any) -> Any:
 
 
 def with_averages(state: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the state of an optimizer with change(averaged weights) for `ema`."""
+    """Return the state of an optimizer after applying `change` to its average."""
 
     def changed(x: Any) -> Any:
         return x._replace(average=change(x.average)) if _is_average(x) else x

@@ -119,8 +119,7 @@ class Steps(NamedTuple):
     """Pure functions of a `Program`, before they are jitted for a mesh.
 
     Attributes:
-        transform: the optimizer. It takes weights that `stacks` has stacked: one array
-            for equal layers.
+        transform: the optimizer. It takes weights as `stacks.stack` returns them.
     """
 
     options: config.Config
@@ -255,7 +254,7 @@ def compile_program(
 
 
 def _with_threefry_kernel(initial: Callable) -> Callable:
-    """Return `initial` with random bits drawn by jax's kernel if it runs on a GPU.
+    """Return `initial`; on a GPU, a kernel of jax then draws its random bits.
 
     The bits are the same. Without the kernel XLA inlines the generator in every draw,
     and compiling takes 152 s instead of 16 s for a model of 24 layers and 353M

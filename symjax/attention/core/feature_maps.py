@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# Denominators of rows are divided by exp(shift). The shift of a row is the largest sum,
-# over features, of the exponent of the query and the exponent of the state or of any
-# key of the chunk, also of keys that the row does not see. If Σ |terms of the
-# denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
+# Denominators of rows are divided by exp(shift). The shift of a row is the maximum,
+# over features, of q + k: q is the exponent of the query, k the largest exponent of the
+# state and of all keys of the chunk, those that the row does not see too. If Σ |terms
+# of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
 UNDERFLOW = 1e-20
 
 
@@ -89,8 +89,8 @@ class Features(NamedTuple):
             values. There the weight of a key is the sum of its first n features.
         centred: (φ(q), φ(k)) → other features with the same products, which cancel less
             because they are shifted by the mean of all keys. Only bidirectional
-            attention can use them, since it knows all keys. The first feature of a key
-            is 1.
+            attention can use them, since it knows all keys. In the result the first
+            feature of every key is 1.
         bounded: whether no |feature| exceeds 1 and no pair has a negative weight, as in
             cosine. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one number and is never

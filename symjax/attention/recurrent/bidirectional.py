@@ -150,7 +150,7 @@ def _sums_over_segments(
 
 
 def _merge_row_sums(past: RowSums, future: RowSums) -> RowSums:
-    """Return the sums of rows that see the keys of both.
+    """Return the sums of rows that see the keys of both sides.
 
     A row without keys has the shift 0. It is set to −∞, because the shift of the other
     side may be far below 0.

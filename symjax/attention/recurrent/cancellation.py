@@ -30,9 +30,9 @@ def read_around_mean(
 
         row · sums = row · (sums − total meanᵀ) + denominator · mean
 
-    with a mean of the values. The weight of a key in it is the sum of the first
-    `nonnegative` features of the key. A rounding error of the denominator is then in
-    numerator and denominator alike, and cancels in the ratio.
+    In this mean of the values, the weight of a key is the sum of its first
+    `nonnegative` features. A rounding error of the denominator is then in numerator and
+    denominator alike, and cancels in the ratio.
 
     - Entries of sums − total meanᵀ below the rounding error of total meanᵀ become 0. So
       if all values are equal, the ratio is this value.

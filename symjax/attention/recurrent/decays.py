@@ -3,16 +3,17 @@
 The decay of a pair is exp(g_{s+1} + … + g_t), with the log-decays g ≤ 0 of the tokens
 after key s up to query t. `chunk_decays` computes all of them for one chunk.
 
-A chunk is split into blocks. Inside a block the sum of a pair is the difference of two
-cumulative sums; `_exponents` computes them in two parts, which lose no digits. For two
-tokens of different blocks it is a sum of three parts: from the key to the end of its
-block, from there to the beginning of the query's block, and from there to the query. So
-every factor is at most 1, a strong decay does not make other decays less exact, and −∞,
-which forgets everything, is a valid log-decay.
+A chunk is split into blocks. Inside a block the sum of log-decays of a pair is the
+difference of two cumulative sums; `_exponents` splits these so that the difference
+loses no digits. For two tokens of different blocks the sum has three parts: from the
+key to the end of its block, from there to the beginning of the query's block, and from
+there to the query. So every factor is at most 1, a strong decay does not make other
+decays less exact, and −∞, which forgets everything, is a valid log-decay.
 
 Decays per head have blocks of up to 128 tokens, since short blocks are slow on
-accelerators. Decays per channel have about √T blocks of about √T tokens: inside a block
-a pair takes one exponential per channel, and keys are multiplied once per later block.
+accelerators. Decays per channel have about √T blocks in a chunk of T tokens: a pair
+inside a block takes one exponential per channel; for other pairs keys are multiplied by
+a decay once per later block.
 """
 
 import math
@@ -114,8 +115,8 @@ def chunk_decays(
     """Return the decays of a chunk, and the scores of its pairs.
 
     Decays per head (F = 1) take O(T²) exponentials per head. Decays per channel (F = H)
-    take O(T H √T), as many multiplications, and numbers of memory. A shared log-decay
-    takes O(T²) exponentials for all chunks together.
+    take O(T H √T) exponentials, multiplications and memory. A shared log-decay takes
+    O(T²) exponentials for all chunks together.
 
     Args:
         shared: the log-decay that all tokens share; None: it is the last operand of the
@@ -228,8 +229,8 @@ class _BlockSums(NamedTuple):
             is later than t.
         since: the sum from the first token of the block through each token.
         until: the sum after each token through the last one of its block.
-        between: [i, j]: the sum over the blocks after j and before i; −∞ if there is no
-            pair of a query in i and a key in the earlier block j.
+        between: [i, j]: the sum over the blocks after j and before i; −∞ unless block j
+            is earlier than block i.
         before, after: the sum over all blocks before each block, and after it.
     """
 
@@ -261,7 +262,7 @@ def _chunk_sums(sums: _BlockSums) -> tuple[Array, Array]:
 
 
 def _one_later(x: Float[Array, "B K n *rest"], first: float) -> Array:
-    """Move an array by one block: `first` before the first one, without the last."""
+    """Move an array one block later: `first` fills block 0, the last is dropped."""
     move = [(0, 0, 0)] * x.ndim
     move[2] = 1, -1, 0
     return jax.lax.pad(x, jnp.asarray(first, x.dtype), move)
@@ -335,7 +336,7 @@ def _block_backward(
     The sum of log-decays through a token is added to the exponents of its pairs as a
     query, and subtracted from those of its pairs as a key. Its gradient is (query ·
     gradient of query) − (key · gradient of key). The gradient of a log-decay is the sum
-    of these over its own and all later tokens.
+    of these over its own token and all later ones.
     """
     query, key, sums, rows, columns = saved
     of_since, of_until, of_scores = gradients
@@ -370,9 +371,8 @@ def _scores_inside(
 ) -> Float[Array, "B K G n m m"]:
     """Return the scores of pairs inside blocks.
 
-    There are m times as many exponentials as numbers in the keys. Writing them to
-    memory takes longer than computing them. So they are recomputed for every sum and
-    for every group of queries.
+    Writing the exponentials to memory takes longer than computing them. So they are
+    recomputed for each of the G query heads, and in the backward pass for each sum.
     """
     scores = []
     for group in range(query.shape[2]):

@@ -50,9 +50,9 @@ def run_parallel_chunks(
     T 4096, N 16, H 64).
 
     Args:
-        as_examples: True makes chunks further examples of the batch, which no mesh may
-            split. False makes chunks one more axis, by `jax.vmap`; then a branch of
-            `advance` that depends on data computes both sides.
+        as_examples: True makes chunks further examples of the batch; no mesh may split
+            the batch then. False makes chunks one more axis, by `jax.vmap`; then a
+            branch of `advance` that depends on data computes both sides.
     """
     batch, length = span.visible.shape
     if length <= size:
@@ -80,7 +80,8 @@ def run_parallel_chunks(
 
     def step(state: Any, chunk: tuple[Any, Any]) -> tuple[Any, Any]:
         effect, starts = chunk
-        # `merge` needs a transition of the state, of which nothing here is used.
+        # `merge` takes pairs (state, transition). The merged transition is not used, so
+        # any transition of the right shape will do.
         before = state, effect[1]
         after, _ = recurrence.merge(before, effect)
         return after if starts is None else choose(starts, effect[0], after), state

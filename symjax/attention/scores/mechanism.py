@@ -107,8 +107,9 @@ class ScoreMechanism:
         about 3/4 with up to 2,048 keys, and 9/16 with more. Memory is linear in T and
         S. It is quadratic with implementation "whole", and in cuDNN with segments.
 
-        Without lam, O = G = N. With lam, the N query heads form G = N/(r + 1) groups:
-        r = signals heads, then the noise head that they share. O = r G.
+        Without lam, O = G = N. With lam and r = `signals`, the N query heads form
+        G = N/(r + 1) groups of r signal heads and the noise head that they share.
+        O = r G.
 
         Weights are computed in float32 at least. A row that sees no key is zero.
 
@@ -123,8 +124,8 @@ class ScoreMechanism:
             length_base: multiply the scores of a row by log n / log length_base, where
                 n is the number of keys that the row sees, but at least 16
                 (entropy-invariant scaling). None or 0 turns it off.
-            length_scale: another law of length instead of length_base (see
-                `symjax.attention.core.lengths`). Biases are added after it:
+            length_scale: another law of length instead of length_base, applied before
+                biases are added (see `symjax.attention.core.lengths`):
 
                 - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
                 - "distance": times a, plus 1 − a², with a² = 1 + 2 log(1 + d/10) at

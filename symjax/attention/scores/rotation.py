@@ -15,8 +15,8 @@ def turned(
     """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
 
     Args:
-        shape: (2, H/2) or (H/2, 2), a shape of the features in which the axis of length
-            2 has the two features of a pair.
+        shape: (2, −1) or (−1, 2): reshapes the features so that the axis of length 2
+            has the two features of a pair.
     """
     axis = shape.index(2) - 2
 

@@ -102,12 +102,12 @@ def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
 
 
 def _two_suffice(settings: ScoreSettings, operands: Operands) -> bool:
-    """Return whether the window has one bound, as in causal attention, and few keys.
+    """Return whether keys are few and only one side of the window has a bound.
 
-    Then two blocks or extents are enough. With two extents causal attention computes
-    3/4 of all pairs, with eight 9/16. But two compile faster: for a TPU v5e the
-    gradient of sparsemax with 1,024 keys takes 12 seconds of processor time with two
-    extents, and 39 with eight.
+    Causal attention has such a window. Then two blocks or extents are enough. With two
+    extents causal attention computes 3/4 of all pairs, with eight 9/16. But two compile
+    faster: for a TPU v5e the gradient of sparsemax with 1,024 keys takes 12 seconds of
+    processor time with two extents, and 39 with eight.
     """
     window = operands.visibility.window
     few = operands.key.shape[2] <= settings.few_keys

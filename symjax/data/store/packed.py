@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-SAMPLED_FROM = 1 << 26  # bytes from which opening a file checks only a sample of it
+SAMPLED_FROM = 1 << 26  # bytes of a file, from which on opening checks only a sample
 BLOCKS, BLOCK = 64, 1 << 16  # blocks of a sample, and bytes per block
 REMEDY = "delete the folder to build it again"
 
@@ -33,7 +33,7 @@ def sample_hash(file: BinaryIO, size: int) -> str:
 
 
 def layout_of(file: BinaryIO) -> tuple[int, np.dtype, int]:
-    """Return the length, dtype and first content byte of a .npy file with one axis."""
+    """Return length, dtype, and offset of the content of a .npy file with one axis."""
     np.lib.format.read_magic(file)
     (length,), _, dtype = np.lib.format.read_array_header_1_0(file)
     return length, dtype, file.tell()

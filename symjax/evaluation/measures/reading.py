@@ -159,10 +159,10 @@ def mean_by_keys(
 ) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
     """Return numbers of keys, and the mean of a measure at each number, by layer.
 
-    Row t of a decoder has t keys, counted from 1, also if a window or `mask_self` hides
-    some of them. All rows of an encoder see the same keys, so its windows are read
-    several times: cut to their first 1, 2, 4, … tokens, and whole. Images are only read
-    whole.
+    In a decoder the first row counts as one key, the second as two, and so on, also if
+    a window or `mask_self` hides some of them. All rows of an encoder see the same
+    keys, so its windows are read several times: cut to their first 1, 2, 4, … tokens,
+    and whole. Images are only read whole.
 
     Args:
         measure: returns an array [T] with a number for each row.

@@ -19,7 +19,7 @@ whole tiles of 128 lanes are read in the layout of the projections, [B T N·H], 
 transposed or repeated copy.
 
 Costs in millions of cycles, for B 4, T 4096, N 16 on a v5e, causal, bfloat16. Softmax
-has heads of 128; differential V1 has halves of 64 and values of 128. Those of these
+has heads of 128; differential V1 has halves of 64 and values of 128. The costs of these
 kernels are forward + backward, counted from the bundles that the compiler schedules.
 The FLOPs of softmax at peak speed take 7.3.
 

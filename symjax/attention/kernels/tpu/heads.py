@@ -20,8 +20,8 @@ from symjax.attention.kernels.operands import result
 from symjax.attention.kernels.tpu import tiles
 
 BLOCKS = (2048, 1024, 512, 256, 128)  # tokens of a block, the preferred number first
-LARGEST = 2**19  # numbers of a block of more than 128 tokens, at most
-ROWS = 256  # tokens that are computed at once, at most
+LARGEST = 2**19  # most numbers in a block of more than 128 tokens
+ROWS = 256  # most tokens that are computed at once
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -36,8 +36,8 @@ def turn(
 
     Args:
         distance: of the two features of a pair: 1 or H/2.
-        same, other: factors in float32, for all heads. Those in `other` of the two
-            features of a pair are opposite numbers, as in a rotation.
+        same, other: factors in float32, for all heads. In `other` the two features of a
+            pair have opposite numbers, as in a rotation.
     """
     size, batch = x.shape[3], same.shape[0]
 
@@ -76,7 +76,7 @@ def _turn(distance: int, x, same, other, turned) -> None:
 
 
 def _by_rows(compute: Callable, length: int) -> None:
-    """Call compute(slice) for the rows of a block, some at once."""
+    """Call compute(slice) for the rows of a block, at most `ROWS` at a time."""
     count = min(ROWS, length)
 
     def step(i: Array, _: None) -> None:
@@ -163,9 +163,10 @@ def _norm_backward(epsilon: float, interpret: Any, kept: tuple, change: Array) -
 
 
 def _norm_gradient(epsilon: float, x, change, scale, found, sums) -> None:
-    """Compute the gradient of x, and 8 partial sums per feature of that of the scale.
+    """Compute the gradient of x, and that of the scale as 8 partial sums per feature.
 
-    With u = x / deviation and g = change · scale it is (g − u mean(u g)) / deviation.
+    With d = √(mean of squares + epsilon), u = x / d and g = change · scale, the
+    gradient of x is (g − u mean(u g)) / d.
     """
 
     @pl.when(pl.program_id(2) == 0)
@@ -193,9 +194,9 @@ def _call_norm(
     scale: Float[Array, " H"],
     with_sums: bool = False,
 ) -> list[Array]:
-    """Run a kernel over heads and blocks of tokens.
+    """Return the heads [B T N H] that a kernel computes, block by block.
 
-    Its results are heads, and [B N 8 H] sums over tokens if `with_sums`.
+    If `with_sums`, the list also has the kernel's sums over tokens [B N 8 H].
     """
     x = arrays[0]
     batch, length, heads, size = x.shape
@@ -225,7 +226,7 @@ norm.defvjp(_norm_forward, _norm_backward)
 
 
 def _block(x: Float[Array, "B T N H"]) -> int:
-    """Return the tokens of a block, which divide T."""
+    """Return the number of tokens of a block, a divisor of T."""
     fit = (
         size for size in BLOCKS if size * x.shape[3] <= LARGEST or size == BLOCKS[-1]
     )

@@ -110,7 +110,7 @@ class Mechanism(NamedTuple):
     def implementations(self) -> tuple[str, ...]:
         """Implementations of a `ScoreMechanism`; empty for others.
 
-        `symjax.layers.validate` has the values that layers of others take.
+        Layers of the others take the values that `symjax.layers.validate` lists.
         """
         return getattr(self.attend, "implementations", ())
 

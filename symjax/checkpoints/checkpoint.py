@@ -87,7 +87,10 @@ class Checkpoints:
             )
 
     def improves(self, loss: float) -> bool:
-        """Return whether a checkpoint with this held-out loss would be the best one."""
+        """Return whether a checkpoint with this held-out loss would be the best one.
+
+        Without `best` no checkpoint is.
+        """
         return self._policy.best and loss < min(
             self._policy.losses.values(), default=math.inf
         )
@@ -104,7 +107,7 @@ class Checkpoints:
         a run of several processes raises it.
 
         If the last `restore` did not restore the newest checkpoint, the later ones are
-        deleted: one that has the number `step` at once, the others after this save.
+        deleted: a checkpoint of `step` at once, the others after this save.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.

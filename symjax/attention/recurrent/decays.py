@@ -13,7 +13,7 @@ decays less exact, and −∞, which forgets everything, is a valid log-decay.
 Decays per head have blocks of up to 128 tokens, since short blocks are slow on
 accelerators. Decays per channel have about √T blocks in a chunk of T tokens: a pair
 inside a block takes one exponential per channel; for other pairs keys are multiplied by
-a decay once per later block.
+a decay once per block of queries.
 """
 
 import math

@@ -65,8 +65,8 @@ class Layer(NamedTuple):
 
     Attributes:
         query, key: after the rotation by positions, before any feature map.
-        scores: scaled q·k without the bias of positions, 0 at hidden pairs; None for
-            mechanisms that compute no scores.
+        scores: scaled q·k, with laws of length but without biases and forget gates, 0
+            at hidden pairs; None for mechanisms that compute no scores.
         products: φ(q)·φ(k) of linear and cosine layers before the division by the sum
             of their row, 0 at hidden pairs; None for other mechanisms.
         branches: the map of each branch.
@@ -159,10 +159,10 @@ def mean_by_keys(
 ) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
     """Return numbers of keys, and the mean of a measure at each number, by layer.
 
-    In a decoder the first row counts as one key, the second as two, and so on, also if
-    a window or `mask_self` hides some of them. All rows of an encoder see the same
-    keys, so its windows are read several times: cut to their first 1, 2, 4, … tokens,
-    and whole. Images are only read whole.
+    Row 1 of a decoder has 1 key, row 2 has 2 keys, and so on, even if a window or
+    `mask_self` hides some of them. All rows of an encoder see the same keys, so its
+    windows are read several times: cut to their first 1, 2, 4, … tokens, and whole.
+    Images are only read whole.
 
     Args:
         measure: returns an array [T] with a number for each row.

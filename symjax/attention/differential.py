@@ -202,7 +202,8 @@ def _difference(
     if signals > 1:
         query = repeat_noise(query, signals)
         key = repeat_noise(key, signal_keys(key.shape[2], value.shape[2]))
-    # Query heads of one key head must be adjacent. V1 has 2k key heads, and V2 has k.
+    # Query heads of one key head must be adjacent. V1 sorts them by (k, branch p, group
+    # g), since each branch has its own key head. V2 keeps the present order, (k, g, p).
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"

@@ -1,9 +1,10 @@
 """Random features of the Performer, and the projections that they use.
 
 With M random rows w of a projection W and x' = x √scale, random features estimate
-exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a constant,
-which cancels in the division by the denominator. The constant is M for positive
-features. `RANDOM_FEATURES` maps names to feature maps.
+exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a factor that
+depends on the query alone, which cancels in the division by the denominator. The factor
+is M exp(|q'|²/2) for positive features. The maps `relu` and `slay` estimate other
+functions. `RANDOM_FEATURES` maps names to feature maps.
 
 Features are exponentials. `LogFeatures` has their exponents, and
 `symjax.attention.recurrent.linear_state` subtracts a running maximum from these, so
@@ -100,14 +101,14 @@ def _estimating(
     sign: int = -1,
     exponential: tuple[int, ...] = (),
 ) -> Features:
-    """Return the feature map of exp(q·k), from features of w·x', where x' = x √scale.
+    """Return the feature map of exp(q'·k') from features f(w·x'), where x' = x √scale.
 
     Features of a key are multiplied by exp(sign |k'|²/2). The factor exp(sign |q'|²/2)
     of a query is left out: it would cancel in the division.
 
     Args:
-        features: w·x' → features.
-        sign: −1 if the mean of φ(q)·φ(k) over w is exp(|q' + k'|²/2), that is
+        features: f, a function of w·x' for all rows w.
+        sign: −1 if the mean of f(w·q')·f(w·k') over w is exp(|q' + k'|²/2), that is
             exp(q'·k') exp(|q'|²/2) exp(|k'|²/2). +1 if it is exp(−|q' − k'|²/2), that
             is exp(q'·k') exp(−|q'|²/2) exp(−|k'|²/2).
         exponential: see `Features`.
@@ -138,7 +139,10 @@ def _hyperbolic(projected: Array) -> LogFeatures:
 
 
 def _waves(projected: Array) -> LogFeatures:
-    """Return [cos w·x', sin w·x']. φ(q)·φ(k) has the mean exp(−|q' − k'|²/2) per w."""
+    """Return f(w·x') = [cos w·x', sin w·x'].
+
+    For each w the mean of f(w·q')·f(w·k') is exp(−|q' − k'|²/2).
+    """
     waves = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
     return LogFeatures(waves, jnp.zeros_like(projected[..., :1]))
 

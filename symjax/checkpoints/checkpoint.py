@@ -106,8 +106,9 @@ class Checkpoints:
         `save` is called before `wait`, a run of one process only prints the error, and
         a run of several processes raises it.
 
-        If the last `restore` did not restore the newest checkpoint, the later ones are
-        deleted: a checkpoint of `step` at once, the others after this save.
+        Checkpoints that the last `restore` passed over, because it restored an earlier
+        one, are deleted after this save; one with the number `step` is deleted before
+        it.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.

@@ -268,12 +268,13 @@ class Attention(nnx.Module):
         """Return queries, keys and values per head, rotated by their positions.
 
         Args:
-            inputs: in decoding, the inputs of each convolution before x. The
-                last inputs of x replace them in this dict.
+            inputs: in decoding, the last inputs that each convolution has read. This
+                dict is updated in place.
             padding_mask: True for tokens, False for padding, which comes after them.
             segments: documents; convolutions do not read across their borders.
-            lengths: number of tokens in the text of each token, for rotations that
-                depend on it; by default the largest position + 1.
+            lengths: number of tokens in the document (or row) that each token belongs
+                to, for rotations that depend on it; by default the largest position of
+                the row + 1.
         """
         inputs = {} if inputs is None else inputs
 
@@ -286,18 +287,20 @@ class Attention(nnx.Module):
             return y.reshape(*y.shape[:2], y.shape[-1] // size, size)
 
         sizes = self.mixer.sizes
-        made = projected("query", sizes.head_size)
-        value = None
+        projected_query = projected("query", sizes.head_size)
+        query, value = projected_query, None
         if "value" in self.projections:
             value = projected("value", sizes.value_size)
-        query = self.query_norm(made) if self.chosen.query_key_norm else made
+        if self.chosen.query_key_norm:
+            query = self.query_norm(projected_query)
         if "key" in self.projections:
-            made = projected("key", sizes.head_size)
-            key = self._normed_key(made)
+            source = projected("key", sizes.head_size)
+            key = self._normed_key(source)
         else:
+            source = projected_query
             key = self._key_of_query(query)
         if value is None:
-            value = made.reshape(*made.shape[:2], sizes.kv_heads, sizes.value_size)
+            value = source.reshape(*source.shape[:2], sizes.kv_heads, sizes.value_size)
         if lengths is None:
             lengths = self.rotate.lengths(positions)
         rotated = self.rotate(query, positions, lengths)
@@ -316,12 +319,12 @@ class Attention(nnx.Module):
         Args:
             lengths: as in `project`.
         """
-        made = value.reshape(*value.shape[:2], -1, self.mixer.sizes.head_size)
+        projected = value.reshape(*value.shape[:2], -1, self.mixer.sizes.head_size)
         if "key" in self.projections:
-            key = self._normed_key(made)
+            key = self._normed_key(projected)
         else:
             norm = self.query_norm if self.chosen.query_key_norm else lambda x: x
-            key = self._key_of_query(norm(made))
+            key = self._key_of_query(norm(projected))
         return self.rotate(key, jnp.arange(value.shape[1])[None], lengths)
 
     def _normed_key(self, key: Float[Array, "B T K H"]) -> Float[Array, "B T K H"]:

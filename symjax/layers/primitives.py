@@ -107,7 +107,8 @@ class Rotary:
         """Rotate x.
 
         Args:
-            lengths: number of tokens in the text of each token, from `lengths`.
+            lengths: number of tokens in the document (or row) that each token belongs
+                to, from the method `lengths`.
         """
         if not self.turns:
             return x
@@ -128,7 +129,8 @@ class Rotary:
 
         Args:
             size: the number of features that turn.
-            lengths: tokens in the text of each token, which "dynamic" scaling reads.
+            lengths: number of tokens in the document (or row) that each token belongs
+                to; "dynamic" scaling reads it.
         Raises:
             ValueError: a value of model.rope_scaling is out of its range.
         """
@@ -149,10 +151,10 @@ class Rotary:
         padding_mask: Bool[Array, "B T"] | None = None,
         segments: Segments | None = None,
     ) -> Int[Array, "#B #T"] | None:
-        """Count the tokens in the text of each token; None if no rotation needs them.
+        """Count the tokens in the document (or row) that each token belongs to.
 
-        The count is the largest position + 1, per row or per document. Only "dynamic"
-        scaling depends on it.
+        The count is the largest position + 1. Only "dynamic" scaling depends on it; for
+        other rotations the result is None.
 
         Args:
             padding_mask: True for tokens that exist. By default all exist.

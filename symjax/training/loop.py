@@ -2,9 +2,10 @@
 
 `run` handles signals and locks the workdir. `train` then does everything in order:
 configuration, data, program, state, and the loop over steps. After a step the loop
-reports the metrics of the step before (`report`). When they are due, it evaluates
-(`heldout.evaluate`) and saves (`save_checkpoint`). The argument `run` of these three
-functions is a `Run`: the options, the program, the open files and the clock of a run.
+reports the metrics of the step before (`report`). It evaluates (`heldout.evaluate`) and
+saves (`save_checkpoint`) when an evaluation or a checkpoint is due. The argument `run`
+of these three functions is a `Run`: the options, the program, the open files and the
+clock of a run.
 """
 
 import contextlib

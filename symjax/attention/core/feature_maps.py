@@ -12,8 +12,8 @@ from symjax.attention.core.selection import where
 
 # Denominators of rows are divided by exp(shift). The shift of a row is the maximum,
 # over features, of q + k: q is the exponent of the query, k the largest exponent of the
-# state and of all keys of the chunk, those that the row does not see too. If Σ |terms
-# of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
+# state and of all keys of the chunk, including keys that the row does not see. If Σ
+# |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
 UNDERFLOW = 1e-20
 
 

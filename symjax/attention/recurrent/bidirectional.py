@@ -155,12 +155,12 @@ def _merge_row_sums(past: RowSums, future: RowSums) -> RowSums:
     A row without keys has the shift 0. It is set to −∞, because the shift of the other
     side may be far below 0.
     """
-    shifts = [jnp.where(x.size > 0, x.shift, -jnp.inf) for x in (past, future)]
+    shifts = [jnp.where(x.magnitude > 0, x.shift, -jnp.inf) for x in (past, future)]
     shift = finite(jnp.maximum(*shifts))
     a, b = (jnp.exp(x - shift) for x in shifts)
     return RowSums(
         past.numerator * a[..., None] + future.numerator * b[..., None],
         past.denominator * a + future.denominator * b,
-        past.size * a + future.size * b,
+        past.magnitude * a + future.magnitude * b,
         shift,
     )

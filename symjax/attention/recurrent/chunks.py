@@ -9,7 +9,8 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
-  because φ(0) need not be 0. Decays that all tokens share count visible tokens alone.
+  because φ(0) need not be 0. A decay that is the same for all tokens is applied once
+  per visible token.
 
 The row of a hidden token is computed from its query nevertheless.
 """

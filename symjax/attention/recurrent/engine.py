@@ -5,9 +5,9 @@
         prepared = recurrence.prepare(parameters, span)
         state, rows = recurrence.advance(state, prepared)
 
-`attend_causal` is the causal form of a `Recurrence`, and `attend_step` decodes one
-token. They handle initial and returned states, masks, segments, and time that is split
-over a mesh axis.
+`attend_causal` is the causal form of a `Recurrence`. It handles initial and returned
+states, masks, segments, and time that is split over a mesh axis. `attend_step` decodes:
+it takes a state and one token.
 
 A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
 multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens

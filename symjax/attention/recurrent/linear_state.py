@@ -55,7 +55,7 @@ class RowSums(NamedTuple):
 
     numerator: Float[Array, "B K G T V"]
     denominator: Float[Array, "B K G T"]
-    size: Float[Array, "B K G T"]  # Σ |terms of the denominator|
+    magnitude: Float[Array, "B K G T"]  # Σ |terms of the denominator|
     shift: Float[Array, "B K G T"]
 
 
@@ -64,7 +64,7 @@ class Arithmetic(NamedTuple):
 
     Attributes:
         product: an einsum, more precise if terms may cancel.
-        signed: whether terms may cancel. `RowSums.size` then differs from the
+        signed: whether terms may cancel. `RowSums.magnitude` then differs from the
             denominator.
         nonnegative: n, if `read_around_mean` reads the state; else 0. The first n
             features of a key are never negative.
@@ -182,9 +182,11 @@ def sums_from_weights(
         value: the values of these keys.
     """
     denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
-    size = denominator
+    magnitude = denominator
     if arithmetic.signed:
-        size = arithmetic.product("bkgtm,bkm->bkgt", *map(_size, (row, state.total)))
+        magnitude = arithmetic.product(
+            "bkgtm,bkm->bkgt", *map(_magnitude, (row, state.total))
+        )
     if arithmetic.nonnegative:
         numerator, denominator = read_around_mean(
             arithmetic.product,
@@ -192,22 +194,22 @@ def sums_from_weights(
             *state[:2],
             row,
             denominator,
-            size,
+            magnitude,
         )
-        size = denominator
+        magnitude = denominator
     else:
         numerator = arithmetic.product("bkgtm,bkmv->bkgtv", row, state.sums)
     if scores is not None:
         numerator = numerator + arithmetic.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
         if arithmetic.signed and not arithmetic.nonnegative:
-            size = size + _size(scores).sum(axis=-1)
+            magnitude = magnitude + _magnitude(scores).sum(axis=-1)
         else:  # no pair has a negative weight
-            size = denominator
-    return RowSums(numerator, denominator, jax.lax.stop_gradient(size), shift)
+            magnitude = denominator
+    return RowSums(numerator, denominator, jax.lax.stop_gradient(magnitude), shift)
 
 
-def _size(x: Array) -> Array:
+def _magnitude(x: Array) -> Array:
     """Return |x|, a constant to the gradient."""
     return jnp.abs(jax.lax.stop_gradient(x))
 
@@ -219,8 +221,8 @@ def divide(rows: RowSums) -> Float[Array, "*rows V"]:
     the gradient of a plain quotient has denominator², which may underflow.
     """
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
-    constant, size = jax.lax.stop_gradient((rows.denominator, rows.size))
-    nonzero = jnp.abs(constant) > tolerance * size
+    constant, magnitude = jax.lax.stop_gradient((rows.denominator, rows.magnitude))
+    nonzero = jnp.abs(constant) > tolerance * magnitude
     scale = 1 / where(nonzero, constant, jnp.inf)
     ones = where(nonzero, rows.denominator * scale, 1)
     return einsum("...v,...->...v", rows.numerator * scale[..., None], 1 / ones)

@@ -256,7 +256,7 @@ def _fast_sums(
     if reaches is not None:
         state_has_keys = state_has_keys & reaches[:, None]
     sees_a_key = (sees[:, None] | state_has_keys)[:, :, None]
-    return rows, sees_a_key & (jax.lax.stop_gradient(rows.size) < UNDERFLOW)
+    return rows, sees_a_key & (jax.lax.stop_gradient(rows.magnitude) < UNDERFLOW)
 
 
 def _exact_sums(
@@ -276,8 +276,8 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    If rows were divided after `recompute_underflow`, the backward pass would run its
-    `jax.lax.cond` a second time, to get the sums that were divided.
+    Rows are divided here: the gradient of a later division would need the sums, so the
+    backward pass would have to run the `jax.lax.cond` of `recompute_underflow` again.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

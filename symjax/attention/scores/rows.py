@@ -9,6 +9,8 @@ rows into weights. The engine
 4. wraps each block in `jax.checkpoint`: the backward pass computes a block again, and
    no [T S] map is saved. Memory is linear in T.
 
+An extent is a group of consecutive blocks that read the same keys.
+
 In differential attention the engine subtracts the weights of a noise head from those of
 its signal heads, and then multiplies by the values once.
 """
@@ -30,7 +32,7 @@ from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
 BLOCK_ROWS = 128  # rows of a block on accelerators, whose matrix units have this size
-EXTENTS = 8  # most groups of blocks that read the same keys (`_blocks`)
+EXTENTS = 8  # largest number of extents (`_blocks`)
 FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two extents
 
 

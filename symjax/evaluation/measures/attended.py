@@ -51,7 +51,7 @@ from symjax.figures import Lines, smoothed
 
 CONTEXT = 16  # number of last tokens that count as context
 ROWS = 8  # rows that are read at each depth of a needle
-OCTAVES = 0.5  # width of the smoothing of a curve, in octaves of visible keys
+OCTAVES = 0.5  # width of the smoothing of a curve, in octaves of the position
 WITHIN = (1, 4, 16, 64)  # numbers of last tokens in the task `dilution`
 MAPS = ("A", "A₁", "A₂")  # the map of a head, and its branches if it is differential
 CATEGORIES = ("answer", "context", "elsewhere")
@@ -96,7 +96,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
     Returns:
         A table with one row per layer and map (A; A₁ and A₂ if differential). Its
         shares are means over heads and over the rows of all windows. For decoders also
-        a figure of `answer` by the number of visible keys, as means over layers.
+        a figure of `answer` by the position of the row, as means over layers.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)
@@ -123,12 +123,12 @@ def noise(run: LoadedRun, options: Options) -> Result:
             f"on those less than {CONTEXT // 2} places away (context), and elsewhere",
         ]
         return Result({"noise": rows}, text, (_table(rows),))
-    figure = _answer_by_keys_figure(by_window)
+    figure = _answer_by_position_figure(by_window)
     return Result({"noise": rows}, text, (_table(rows),), (figure,))
 
 
-def _answer_by_keys_figure(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
-    """Plot the share on the answer by the number of visible keys, over all layers."""
+def _answer_by_position_figure(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Lines:
+    """Plot the share on the answer by the position of the row, over all layers."""
     answers: dict[str, list[np.ndarray]] = {}
     for maps in itertools.chain(*layers):
         names = (*MAPS[: len(maps) - 1], "uniform")
@@ -137,14 +137,15 @@ def _answer_by_keys_figure(layers: list[list[Float[np.ndarray, "M T 3"]]]) -> Li
     points, lines = {}, {}
     for name, rows in answers.items():
         weights = (~np.isnan(rows)).sum(axis=0)
-        keys = np.flatnonzero(weights) + 1
-        y = nan_mean(rows)[keys - 1].tolist()
-        points[name] = keys.tolist(), y
-        x = np.log2(keys)
-        lines[name] = keys.tolist(), smoothed(x, y, OCTAVES, weights[keys - 1])
+        positions = np.flatnonzero(weights) + 1
+        y = nan_mean(rows)[positions - 1].tolist()
+        points[name] = positions.tolist(), y
+        x = np.log2(positions)
+        y = smoothed(x, y, OCTAVES, weights[positions - 1])
+        lines[name] = positions.tolist(), y
     return Lines(
         "noise_by_place",
-        "keys a row sees",
+        "position of the row, from 1",
         "share of |A| on the answer",
         lines,
         log_x=True,

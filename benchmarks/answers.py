@@ -295,14 +295,23 @@ def words_of(
 ) -> list[str]:
     """Return the words of train.py for a model on a task, but --workdir."""
     keys = TASKS[task].keys.split()
-    for key in MODELS[model].split():
-        if key.startswith("init_from="):
-            key = f"init_from={out}/text/{key.partition('=')[2]}-seed{seed}"
-        keys.append(key if key.startswith(BEGINNINGS) else f"model.attention.{key}")
+    for key in keys_of(model):
+        name, _, value = key.partition("=")
+        if name == "init_from":
+            key = f"{name}={out}/text/{value}-seed{seed}"
+        keys.append(key)
     if TEXT in TASKS[task].keys:
         keys.append(f"data.path={text}")
     file = ROOT / "configs" / TASKS[task].config
     return ["--config", str(file), *(f"--config.{x}" for x in [*keys, f"seed={seed}"])]
+
+
+def keys_of(model: str) -> list[str]:
+    """Return the keys of a model of `MODELS`, as KEY=VALUE with whole names."""
+    return [
+        key if key.startswith(BEGINNINGS) else f"model.attention.{key}"
+        for key in MODELS[model].split()
+    ]
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.crossover --out runs/crossover [--lengths 512,1024,2048]
         [--models performer,gated]
 
-The models are one layer of `configs/gpt.py:tiny` with other attention: width 128, with
-4 heads of 32.
+The models are one layer of `configs/gpt.py:tiny` with the attention of a model of
+benchmarks.answers: width 128, with 4 heads of 32.
 The task `speed` of eval.py measures them: one row of tokens, rounds of the model and of
 the same model with softmax by turns, random weights. Works are the prefill of the row,
 a training step on it, and the decoding of its last 16 tokens. A column is the speed of
@@ -22,22 +22,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import MODELS, keys_of
 from benchmarks.arguments import numbers
 from benchmarks.trainings import ROOT
-from symjax import validation
 from symjax.distributed.exit_codes import run_and_exit
 from symjax.evaluation.measures.speed import LENGTHS, compare_with_softmax, crossover
 from symjax.figures import Lines, check_figures, png
-from symjax.programs.configuration_file import load_config
+from symjax.programs.commandline import parse
 
-MODELS: dict[str, dict[str, Any]] = {  # keys of model.attention
-    "differential": {"differential": "v1"},
-    "linear": {"mechanism": "linear"},
-    "performer": {"mechanism": "performer", "feature_count": 64},
-    "decay": {"mechanism": "decay", "decay": "retention"},
-    "gated": {"mechanism": "decay", "decay": "gated"},
-    "delta": {"mechanism": "delta"},
-}
+COMPARED = "differential,linear,performer,decay,gated,delta"
+MODEL = "--config", f"{ROOT}/configs/gpt.py:tiny"
+SIZES = "--config.model.depth=1", "--config.model.vocabulary=256"
 COLUMNS = "model", "work", "tokens", "tokens/s", "÷ softmax", "MiB", "MiB ÷ softmax"
 
 
@@ -52,7 +47,7 @@ def main(words: list[str]) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="a folder")
     add("--lengths", type=numbers, default=",".join(map(str, LENGTHS)))
-    add("--models", default=",".join(MODELS), help="(%(default)s)")
+    add("--models", default=COMPARED, help="names of benchmarks.answers (%(default)s)")
     chosen = parser.parse_args(words)
     models = chosen.models.split(",")
     if unknown := sorted(set(models) - set(MODELS)):
@@ -82,10 +77,8 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def measure(model: str, length: int, file: Path) -> list[dict[str, Any]]:
     """Return the lines of a model and length, printed and added to the file."""
-    tree = load_config(ROOT / "configs/gpt.py", "tiny").to_dict()
-    tree["model"] |= {"vocabulary": 256, "depth": 1}
-    tree["model"]["attention"] |= MODELS[model]
-    cells = compare_with_softmax(validation.from_dict(tree), length)
+    words = [*MODEL, *SIZES, *(f"--config.{key}" for key in keys_of(model))]
+    cells = compare_with_softmax(parse(words).config, length)
     rows = [dict(zip(COLUMNS, (model, *cell), strict=True)) for cell in cells]
     new = not file.exists()
     with file.open("a", encoding="utf-8", newline="") as lines:

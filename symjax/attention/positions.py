@@ -32,7 +32,8 @@ def rotate(
 
     The product of a rotated query and a rotated key depends on their distance alone.
     Angles are computed in float32 at least; features after the first R stay as they
-    are, bit for bit.
+    are, bit for bit. The kernel that turns heads of whole tiles on a TPU has no
+    forward-mode derivative (`jax.jvp`).
 
     Args:
         positions: one per token, or one row for all examples.

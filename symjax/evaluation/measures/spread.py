@@ -68,11 +68,11 @@ def entropy(run: LoadedRun, options: Options) -> Result:
     series["uniform: ln n"] = (counts.tolist(), np.log(counts).tolist())
     lines = Lines(
         "entropy",
-        "keys a row sees",
+        "number n of tokens",
         "entropy in nats",
         series,
         log_x=True,
-        title="Entropy of a row of attention, by the keys it sees",
+        title="Entropy of a row of attention, by the number n of tokens",
     )
     figures = (lines,) if len(counts) > 1 else ()
     tables = (Table("entropy", columns, cells),)
@@ -140,9 +140,9 @@ def support(run: LoadedRun, options: Options) -> Result:
         rows.append(row | {"keys": keys, "share": share})
         series[f"layer {index}"] = counts.tolist(), means[index].tolist()
     columns = ("layer", "mechanism", "keys with a weight", "share of those seen")
-    title = "Keys with a weight, by the keys that a row sees"
+    title = "Keys with a weight, by the number n of tokens"
     lines = Lines(
-        "support", "keys a row sees", "keys with a weight", series, title=title
+        "support", "number n of tokens", "keys with a weight", series, title=title
     )
     text = ["keys whose weight is not zero, the mean over rows and heads"]
     figures = (lines,) if len(counts) > 1 else ()

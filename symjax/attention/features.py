@@ -138,7 +138,7 @@ def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _S
     queries, keys = query.source, key.source
     units, lengths = jax.lax.stop_gradient((keys.unit, keys.length))
     mean = units.sum(axis=-2, keepdims=True)
-    longest = lengths.max(axis=-1, keepdims=True, initial=0)
+    longest = lengths.max(axis=-1, keepdims=True)
     mean *= (longest / _length(mean))[..., None]
     row, column = queries.unit + mean[:, :, None], keys.unit - mean
     return _shifted(row, queries.shortfall), _shifted(column, keys.shortfall)

@@ -13,7 +13,7 @@ LIMITS = {  # lines of StableHLO of the gradient at [1, 1024, 8, 64]
     "differential": 800,
     "cosine": 900,
     "performer": 1_120,
-    "gla": 680,
+    "gla": 780,
     "delta": 800,
     "sparsemax": 700,
     "entmax15": 700,

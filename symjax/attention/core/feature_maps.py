@@ -91,8 +91,10 @@ class Features(NamedTuple):
             because they are shifted by the mean of all keys. Only bidirectional
             attention can use them, since it knows all keys. In the result the first
             feature of every key is 1.
-        bounded: whether no |feature| exceeds 1 and no pair has a negative weight, as in
-            cosine. GPU kernels take such maps even if features change sign.
+        bounded: whether the first feature is 1 and the others are a vector of length 1
+            at most, as in cosine. No pair has a negative weight then, and the |terms|
+            of a pair sum to at most 2. GPU kernels take such maps even if features
+            change sign.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.

@@ -89,11 +89,13 @@ def _sums_over_all_keys(
         state: the empty state.
     """
     length, size, features = *prepared.value.shape[2:], state.total.shape[-1]
+    arithmetic = recurrence.arithmetic(prepared.chunk)
+    if length == 0:
+        return query_state(arithmetic, state, prepared.query)
     if length * (features + size) > features * size:
         if centred := recurrence.features.centred:
             return _read_centred(recurrence, centred, prepared)
         state, _ = recurrence.effect(prepared)
-        arithmetic = recurrence.arithmetic(prepared.chunk)
         return query_state(arithmetic, state, prepared.query)
     # Few keys: pairs cost less than a state, and lose no digits to cancellation.
     return recurrence.row_sums(state, prepared, jnp.ones((1, 1, 1), bool))
@@ -109,7 +111,7 @@ def _read_centred(
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)
     weights = key.where(chunk.visible[:, None]).weights()
-    arithmetic = recurrence.arithmetic(chunk)
+    arithmetic = recurrence.arithmetic(chunk)._replace(bounded=False)
     sums = arithmetic.product("bksm,bksv->bkmv", weights, value)
     state = LinearState(sums, weights.sum(axis=-2))
     rows = query_state(arithmetic, state, query)

@@ -22,7 +22,7 @@ def read_around_mean(
     total: Float[Array, "B K M"],
     row: Float[Array, "B K G T M"],
     denominator: Float[Array, "B K G T"],
-    size: Float[Array, "B K G T"],
+    magnitude: Float[Array, "B K G T"],
 ) -> tuple[Float[Array, "B K G T V"], Float[Array, "B K G T"]]:
     """Return numerators and denominators whose ratio stays bounded if terms cancel.
 
@@ -45,7 +45,7 @@ def read_around_mean(
         sums, total: Σ φ(k) vᵀ and Σ φ(k) over the keys of the state.
         row: features of the queries.
         denominator: row · total.
-        size: Σ |terms| of the denominator.
+        magnitude: Σ |terms| of the denominator, or a bound of it.
     """
     weight = total[..., :nonnegative].sum(axis=-1)
     mean = sums[..., :nonnegative, :].sum(axis=-2)
@@ -58,7 +58,7 @@ def read_around_mean(
     deviation = deviation - jax.lax.stop_gradient(
         where(jnp.abs(deviation) <= rounding, deviation, 0)
     )
-    least = jnp.finfo(size.dtype).eps * jax.lax.stop_gradient(size)
+    least = jnp.finfo(magnitude.dtype).eps * jax.lax.stop_gradient(magnitude)
     raised = denominator < least
     denominator = where(raised, least, denominator)
     numerator = product("bkgtm,bkmv->bkgtv", row, deviation)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays, check_log_decay
-from symjax.attention.core.products import TILE, einsum, products
+from symjax.attention.core.meshes import batched_alike
+from symjax.attention.core.products import TILE, einsum, in_six_passes, products
 from symjax.attention.core.selection import where
 from symjax.attention.recurrent.chunks import Chunk, lower_triangle
 
@@ -325,7 +326,8 @@ def _block_forward(
     inside = _scores_inside(query, key, sums.pairs)[..., None, :]
     scores = across + where(_same_block(key.shape[2]), inside, 0)
     scores = jax.lax.collapse(jax.lax.collapse(scores, 5, 7), 3, 5)
-    return (*_chunk_sums(sums), scores), (query, key, sums, rows, columns)
+    results = batched_alike((*_chunk_sums(sums), scores))
+    return results, (query, key, sums, rows, columns)
 
 
 def _block_backward(
@@ -358,7 +360,8 @@ def _block_backward(
     of_sums = jax.lax.collapse(of_sums, 2, 4) + of_since - of_until
     later = lower_triangle(count * size).astype(of_sums.dtype)
     later = jnp.broadcast_to(later, (*key.shape[:2], *later.shape))
-    of_log_decay = einsum("bkts,bkth->bksh", later, of_sums)
+    exact = einsum if product is einsum else in_six_passes  # terms cancel
+    of_log_decay = exact("bkts,bkth->bksh", later, of_sums)
     of_log_decay = of_log_decay + of_until.sum(axis=2, keepdims=True)
     return of_query, of_key, of_log_decay.reshape(key.shape)
 

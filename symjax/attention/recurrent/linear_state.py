@@ -68,11 +68,13 @@ class Arithmetic(NamedTuple):
             denominator.
         nonnegative: n, if `read_around_mean` reads the state; else 0. The first n
             features of a key are never negative.
+        bounded: as in `Features`.
     """
 
     product: Callable[..., Array]
     signed: bool
     nonnegative: int
+    bounded: bool = False
 
 
 def empty_like(state: LinearState) -> LinearState:
@@ -183,7 +185,12 @@ def sums_from_weights(
     """
     denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
     magnitude = denominator
-    if arithmetic.signed:
+    if arithmetic.bounded:
+        # The first features are 1, and 0 in rows that do not see the state. So their
+        # products count the keys, each of which has |terms| of 2 at most.
+        firsts = row[..., 0], state.total[..., 0]
+        magnitude = 2 * jnp.einsum("bkgt,bk->bkgt", *firsts)
+    elif arithmetic.signed:
         magnitude = arithmetic.product(
             "bkgtm,bkm->bkgt", *map(_magnitude, (row, state.total))
         )

@@ -188,7 +188,7 @@ class Normalised:
         signed, nonnegative = self.features.signed, self.features.nonnegative
         product = products(*chunk[:3], cancel=signed)
         count = nonnegative(chunk.key.shape[-1]) if nonnegative else 0
-        return Arithmetic(product, signed, count)
+        return Arithmetic(product, signed, count, self.features.bounded)
 
     def row_sums(
         self,

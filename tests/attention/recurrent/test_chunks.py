@@ -215,7 +215,7 @@ NARROW = {
     performer_causal: {"HIGH", "HIGHEST", PASSES},  # exponents are exact
     erasing: {"HIGH", PASSES},  # an inverse
     elu: {"HIGH"},
-    gates: {"HIGH"},
+    gates: {"HIGH", PASSES},  # a sum over time
     cosine_causal: {PASSES},
     cancelling: {PASSES},
 }

@@ -138,7 +138,8 @@ class PowerSeries:
             scores = over(key[..., :-1], norms[..., None])
             return 0, jnp.concatenate([scores, key[..., -1:]], axis=-1)
         trace = jnp.trace(state.moments, axis1=-2, axis2=-1)
-        trace = prepared.scale * (trace + (key**2).sum(axis=(-1, -2))).max()
+        traces = trace + (key**2).sum(axis=(-1, -2))
+        trace = prepared.scale * traces.max(initial=0)
         series = _exponential(times_matrix, key, trace)
         return 1 if self.name == "exp" else 0, series
 

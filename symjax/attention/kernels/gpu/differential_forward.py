@@ -16,10 +16,8 @@ The softmax of one map runs while tensor cores multiply the weights of the other
 the values. Blocks come from the last to the first. So for causal attention only the
 first few visits have keys to hide, and their number is known at compile time.
 
-Arrays are [B T N·H] in memory, as projections leave them. Both kernels for Hopper are
-written in Pallas' Mosaic GPU, where this code has to handle barriers, registers and
-operations in flight. After a change look for spills and for "wgmma serialized" in the
-notes of ptxas.
+Arrays are [B T N·H] in memory, as projections leave them. `hopper.py` has what both
+kernels share.
 """
 
 import math
@@ -34,6 +32,18 @@ from jax.experimental.pallas import mosaic_gpu as gpu
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import vary_alike
+from symjax.attention.kernels.gpu.hopper import (
+    EIGHT,
+    IN_TWO,
+    LOADERS,
+    OPTIONS,
+    TILES,
+    WORKERS,
+    head_rows,
+    index_along,
+    join_heads,
+    split_heads,
+)
 from symjax.attention.kernels.intervals import RowIntervals, blocks_of_rows
 from symjax.attention.kernels.operands import round_up
 
@@ -42,13 +52,8 @@ TILE = 2 * ROWS
 BLOCK = 64  # keys of a visit
 SLOTS = 4  # of the ring; a power of two
 SHARED = 2**24  # bytes of keys and values that concurrent programs keep in the L2 cache
-EIGHT = 8  # rows of a tile in memory; lengths have to be multiples of it
 UNSEEN = -(2.0**100)  # score of a hidden key; scaling it is exact
-IN_TWO = math.log2(math.e)  # turns exponents of e into exponents of 2
 BY_ROW = gpu.Layout.WGMMA.reduce(1)
-TILES = gpu.TilingTransform((EIGHT, 64)), gpu.SwizzleTransform(128)
-OPTIONS = gpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
-LOADERS, WORKERS = 24, 240  # registers of a thread that loads, and that computes
 
 
 def forward(
@@ -114,24 +119,6 @@ class Limits(NamedTuple):
 
     def of(self, example: Any) -> "Limits":
         return Limits(*(x.at[example] for x in self))
-
-
-def join_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B T' N·H"]:
-    """Make heads neighbours in one axis, and pad time to a multiple of `EIGHT`."""
-    x = x.reshape(*x.shape[:2], -1)
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % EIGHT), (0, 0)))
-
-
-def split_heads(
-    x: Float[Array, "B T' N·H"], length: int, heads: int
-) -> Float[Array, "B T N H"]:
-    """Undo `join_heads`."""
-    return x[:, :length].reshape(x.shape[0], length, heads, -1)
-
-
-def head_rows(array: Any, batch: Any, rows: Any, head: Any, size: int) -> Any:
-    """Return a reference to rows of one head of [B T N·H]."""
-    return array.at[batch, rows, pl.ds(head * size, size)]
 
 
 def slot_of(visit: Any) -> Any:
@@ -437,11 +424,6 @@ def constant(number: float, *shape: int) -> Array:
     """Return registers of a warpgroup filled with a number, [ROWS] or [ROWS V]."""
     layout = gpu.Layout.WGMMA if shape[1:] else BY_ROW
     return gpu.layout_cast(jnp.full(shape, number, jnp.float32), layout)
-
-
-def index_along(shape: tuple[int, ...], axis: int) -> Array:
-    """Return the index along an axis of each number of a product."""
-    return gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)
 
 
 def along(column: Array, array: Array) -> Array:

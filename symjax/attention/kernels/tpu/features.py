@@ -23,9 +23,7 @@ if a later key of its chunk is much larger than the keys that the row sees. The 
 then computes the row again, relative to its own highest exponent.
 """
 
-from collections.abc import Iterable
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,247 +32,46 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from symjax.attention.core.feature_maps import UNDERFLOW
-from symjax.attention.kernels.tpu import packed_heads, tiles
+from symjax.attention.kernels.tpu import tiles
 from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
     Chunks,
     ChunkVisibility,
     Kernels,
-    seen_in_chunk,
     where,
+)
+from symjax.attention.kernels.tpu.feature_weights import (
+    EMPTY,
+    FeatureOperands,
+    added,
+    beside,
+    dtype_of,
+    exact_weights,
+    exponents,
+    exponents_of,
+    faded,
+    features,
+    features_of,
+    for_each_underflow,
+    joined,
+    lane_of_ones,
+    ones_of,
+    own_head,
+    pick,
+    projection,
+    seen_by,
+    values_of,
+    weights_of,
+    width,
 )
 from symjax.attention.kernels.tpu.tiles import (
     ACROSS,
-    LANES,
     LOG2E,
     PLAIN,
     TURNED,
     column,
     product,
 )
-
-EMPTY = -1e30  # the running maximum before the first key
-
-
-class FeatureOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads are joined along lanes.
-
-    If XLA computes the features, they take the places of query and key, in float32.
-    None is negative, and those of hidden keys are 0.
-    """
-
-    query: Any  # [B T N·H]
-    key: Any  # [B T K·H], K = N / plan.sharing
-    value: Any  # [B T K·V]
-    # Rows of the projection of packed heads, times √scale log₂ e: [parts M H]. None if
-    # XLA computes the features.
-    rows: Any
-    offset: Any  # added to all exponents, [1 M] of packed heads
-    norm: Any  # [1], a factor of |k|²; the product is subtracted from a key's exponents
-    flags: Any  # [B 1 T], or None if all tokens are visible and of one segment
-    segment: Any  # [B 1 T], or None
-
-
-class Weights(NamedTuple):
-    """Weights of the features of one head in a chunk; all are at most 1."""
-
-    row: Float[Array, "c M"]
-    key: Float[Array, "c M"]
-    fade: Float[Array, "1 M"]  # factor of the state before the chunk, in the rows
-    joining: Float[Array, "c M"]  # weights of the keys in the state after the chunk
-    after: Float[Array, "1 M"]  # running maximum of the state after the chunk
-    left: Float[Array, "1 M"]  # factor of the state before the chunk in that after it
-
-
-def width(plan: ChunkPlan) -> int:
-    """Return the number of lanes of a head's values together with its ones."""
-    return LANES if plan.packed > 1 else plan.value_size + LANES
-
-
-def lane_of_ones(plan: ChunkPlan, head: int) -> int:
-    if plan.packed == 1:
-        return plan.value_size
-    return (head + 1) % plan.packed * plan.value_size
-
-
-def features(plan: ChunkPlan, given: FeatureOperands) -> int:
-    """Return the number of features of a head, in whole tiles."""
-    if given.rows is None:
-        return plan.widths[1]
-    return given.rows.shape[1] // plan.packed
-
-
-def features_of(plan: ChunkPlan, given: FeatureOperands, head: int) -> slice:
-    count = features(plan, given)
-    return slice(head * count, (head + 1) * count)
-
-
-def dtype_of(given: FeatureOperands) -> Any:
-    """Return the dtype of features in products: float32 if XLA computes them."""
-    return jnp.float32 if given.rows is None else given.value.dtype
-
-
-def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
-    """Return packed heads with 0 for all but one of them."""
-    return x if plan.packed == 1 else packed_heads.own(x, plan.value_size, head)
-
-
-def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
-    """Return the base-2 exponents of query and key features, or the given features.
-
-    The last axis has the features of one packed head after those of the other.
-    """
-    if given.rows is None:
-        return [given.query[...], given.key[...]]
-    query, key = (
-        added(product(x[...], y, ACROSS) for y in projection(given)) + given.offset[...]
-        for x in (given.query, given.key)
-    )
-    square = given.key[...].astype(jnp.float32) ** 2
-    norms = [
-        own_head(plan, square, head).sum(axis=-1, keepdims=True) * given.norm[0]
-        for head in range(plan.packed)
-    ]
-    parts = [key[:, features_of(plan, given, i)] - norm for i, norm in enumerate(norms)]
-    return [query, jnp.concatenate(parts, axis=1)]
-
-
-def exponents_of(
-    plan: ChunkPlan,
-    given: FeatureOperands,
-    seen: ChunkVisibility,
-    both: list[Array],
-    head: int,
-) -> list[Float[Array, "c M"]]:
-    """Return the exponents of one head, with −∞ for hidden keys."""
-    if given.rows is None:
-        return [own_head(plan, x, head) for x in both]
-    query, key = (x[:, features_of(plan, given, head)] for x in both)
-    return [query, where(seen.visible, key, -jnp.inf)]
-
-
-def projection(given: FeatureOperands) -> list[Float[Array, "P*M P*H"]]:
-    return [given.rows[i] for i in range(given.rows.shape[0])]
-
-
-def added(parts: Iterable[Array]) -> Array:
-    return reduce(jnp.add, parts)
-
-
-def weights_of(
-    given: FeatureOperands, seen: ChunkVisibility, query: Array, key: Array, old: Array
-) -> Weights:
-    """Return the weights of a head's features in a chunk.
-
-    Weights of `key` and `fade` are relative to the highest exponent of the chunk and
-    the state before it; `joining` and `left` to the running maximum `after` the chunk.
-    """
-    if given.rows is None:
-        same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
-        return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
-    highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
-    raised = query + highest
-    row = jnp.exp2(raised - raised.max(axis=-1, keepdims=True))
-    weights, fade = jnp.exp2(key - highest), jnp.exp2(old - highest)
-    if seen.joins is None:
-        return Weights(row, weights, fade, weights, highest, fade)
-    joining = where(seen.joins, key, -jnp.inf)
-    old = where(seen.keeps, old, EMPTY)
-    after = jnp.maximum(old, jnp.ceil(joining.max(axis=0, keepdims=True)))
-    left = where(seen.keeps, jnp.exp2(old - after), 0)
-    return Weights(row, weights, fade, jnp.exp2(joining - after), after, left)
-
-
-def faded(state: Float[Array, "w M"], fade: Float[Array, "1 M"]) -> Array:
-    return (state.astype(jnp.float32) * fade).astype(state.dtype)
-
-
-def exact_weights(
-    t, seen: ChunkVisibility, query: Array, key: Array, old: Array
-) -> list[Array]:
-    """Return the weights of row t, relative to its own highest exponent.
-
-    Returns:
-        Weights [c M] for each key and feature of the chunk, and [1 M] for the state.
-    """
-    own = pick(query, t)
-    index = jax.lax.broadcasted_iota(jnp.int32, (key.shape[0], 1), 0)
-    near = jnp.where(index <= t, 1.0, 0.0)
-    past = own + old
-    if seen.segment is not None:
-        near *= jnp.where(seen.segment == pick(seen.segment, t), 1.0, 0.0)
-        past = where(pick(seen.reaches, t), past, -jnp.inf)
-    pairs = where(near, key + own, -jnp.inf)
-    shift = jnp.maximum(pairs.max(keepdims=True), past.max(keepdims=True))
-    return [jnp.exp2(x - shift) for x in (pairs, past)]
-
-
-def pick(x: Array, t) -> Array:
-    """Return row t of an array [c n], as [1 n]."""
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    return jnp.where(index == t, x, 0).sum(axis=0, keepdims=True)
-
-
-def for_each_underflow(
-    plan: ChunkPlan,
-    given: FeatureOperands,
-    underflows: list[Float[Array, "c 1"]],
-    recompute: Any,
-) -> None:
-    """Call recompute(head, seen, query, key, t) for each row t that underflows.
-
-    Args:
-        underflows: for each head, 1 for rows that underflow and 0 for others.
-    """
-
-    if given.rows is None:
-        return
-
-    @pl.when(added(underflows).max() > 0)
-    def _():
-        seen, both = seen_by(given), exponents(plan, given)
-        for head in range(plan.packed):
-            query, key = exponents_of(plan, given, seen, both, head)
-            step = partial(recompute, head, seen, query, key)
-
-            def body(t, _, some=underflows[head], step=step) -> None:
-                pl.when(pick(some, t).max() > 0)(lambda: step(t))
-
-            jax.lax.fori_loop(0, plan.block, body, None)
-
-
-def seen_by(given: FeatureOperands) -> ChunkVisibility:
-    return seen_in_chunk(given.query.shape[0], given.flags, given.segment)
-
-
-def values_of(
-    plan: ChunkPlan, given: FeatureOperands, head: int
-) -> Float[Array, "c w"]:
-    """Return the values of a head with ones beside them, in the dtype of products."""
-    value = given.value[...]
-    return beside(plan, value.astype(dtype_of(given)), head, 1)
-
-
-def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
-    """Return the values of a head, with `other` in the lanes beside them."""
-    if plan.packed > 1:
-        own = packed_heads.is_own(x.shape, plan.value_size, head)
-        return jnp.where(own, x, jnp.asarray(other, x.dtype))
-    tile = jnp.broadcast_to(jnp.asarray(other, x.dtype), (x.shape[0], LANES))
-    return jnp.concatenate([x, tile], axis=1)
-
-
-def joined(plan: ChunkPlan, heads: list[Array], size: int) -> Array:
-    """Return one array with the own lanes of each packed head."""
-    if plan.packed == 1:
-        return heads[0][:, :size]
-    return added(own_head(plan, x, i) for i, x in enumerate(heads))
-
-
-def ones_of(plan: ChunkPlan, rows: Any, head: int) -> Float[Array, "c 1"]:
-    """Return the sum of the weights of a head."""
-    lane = lane_of_ones(plan, head)
-    return rows[head, :, lane : lane + 1]
 
 
 def _forward(

@@ -33,8 +33,10 @@ from symjax.attention.kernels.tpu.chunks import (
     forward,
 )
 from symjax.attention.kernels.tpu.decays import PARTS, constants
-from symjax.attention.kernels.tpu.features import EMPTY, PERFORMER, FeatureOperands
-from symjax.attention.kernels.tpu.gated import DECAY, DELTA, GatedOperands
+from symjax.attention.kernels.tpu.delta import DELTA
+from symjax.attention.kernels.tpu.feature_weights import EMPTY, FeatureOperands
+from symjax.attention.kernels.tpu.features import PERFORMER
+from symjax.attention.kernels.tpu.gated import DECAY, GatedOperands
 from symjax.attention.kernels.tpu.packed_heads import unpack_gradient, unpack_heads
 from symjax.attention.kernels.tpu.tiles import LANES, LOG2E
 

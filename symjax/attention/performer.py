@@ -119,8 +119,8 @@ def performer_causal(
     On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
     kernels compute all features except trigonometric ones, for value sizes 16, 32, 64
     and 128. They take bfloat16 arrays, multiply in TF32, and save a float32 state every
-    64 tokens. All kernels take at most 1024 features. Only relu and slay without
-    kernels have a forward-mode derivative (`jax.jvp`).
+    64 tokens. All kernels take at most 1024 features. `jax.jvp` works only with relu
+    and slay, and only if no kernel runs.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with

@@ -12,8 +12,9 @@ differential     none: one map; v1: A₁ − λA₂ with one λ per layer; v2: A
 the mechanism come from a `Part` (`symjax.layers.parts`). `Mixer` runs the mechanism.
 
 λ. `symjax.attention.differential` has the formula of differential attention. A V1 layer
-computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.lam`; λ_init depends
-on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in `operands`.
+computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.lam`. By default
+λ_init depends on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in
+`operands`.
 """
 
 from functools import partial
@@ -69,9 +70,9 @@ class Attention(nnx.Module):
     With differential V1, each head has two branches of size width/(2N), or
     model.head_size, and values of twice that size. Its output passes an RMSNorm and is
     multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
-    model.head_size, and one key. Mechanisms without a denominator, such as decay and
-    the delta rule (`Part.head_norm`), have an RMSNorm per head too.
-    model.attention.head_norm=False leaves out the RMSNorm, but not 1 − λ_init.
+    model.head_size, and one key. `decay`, `delta` and `mesa` have an RMSNorm per head
+    too (`Part.head_norm`). model.attention.head_norm=False leaves out the RMSNorm, but
+    not 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. A V1 head then joins its two branches to one

@@ -3,9 +3,9 @@
 `run` handles signals and locks the workdir. `train` then does everything in order:
 configuration, data, program, state, and the loop over steps. After a step the loop
 reports the metrics of the step before (`report`). It evaluates (`heldout.evaluate`) and
-saves (`save_checkpoint`) when an evaluation or a checkpoint is due. The argument `run`
-of these three functions is a `Run`: the options, the program, the open files and the
-clock of a run.
+saves (`save_checkpoint`) when an evaluation or a checkpoint is due. The first argument
+of these three functions is a `Run` (`context.py`): the options, the program, the open
+files and the clock of a run.
 """
 
 import contextlib

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# Denominators of rows are divided by exp(shift). The shift of a row is the maximum,
-# over features, of q + k: q is the exponent of the query, k the largest exponent of the
-# state and of all keys of the chunk, including keys that the row does not see. If Σ
-# |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
+# Denominators of rows are divided by exp(shift). For each feature, the exponent of the
+# query is added to the largest exponent of the state and of all keys of the chunk, also
+# of keys that the row does not see. The shift of a row is the largest of these sums. If
+# Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
 UNDERFLOW = 1e-20
 
 
@@ -85,8 +85,9 @@ class Features(NamedTuple):
         nonnegative: H → n: the first n features of a key are never negative. "squared"
             has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
             it if features change sign but no pair has a negative weight. Then
-            `recurrent.cancellation` reads a state relative to a weighted mean of the
-            values. There the weight of a key is the sum of its first n features.
+            `recurrent.cancellation` reads a state relative to a mean of the values, in
+            which a value is weighted by the sum of the first n features of its key. Any
+            positive weights would do; these sums are in the state already.
         centred: (φ(q), φ(k)) → other features with the same products, which cancel less
             because they are shifted by the mean of all keys. Only bidirectional
             attention can use them, since it knows all keys. In the result the first

@@ -25,8 +25,8 @@ def _einsum(
 
     On a CPU the axes b and k of `spec` are merged into one, and so are g and t:
     with two batch axes XLA's compiler for CPUs transposes and recomputes the operands.
-    Two axes are merged if they are adjacent in every term that has one of them, and no
-    mesh may split them. Call this function inside `on_any_mesh`.
+    Two axes are merged if they are adjacent in every term that has one of them, and if
+    XLA may not split arrays over devices. Call this function inside `on_any_mesh`.
 
     Args:
         cuda: algorithm of NVIDIA GPUs, in place of `precision`.

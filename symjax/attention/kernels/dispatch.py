@@ -37,8 +37,9 @@ These calls use no kernel, and nothing is chosen here:
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others.
 
-`implementation=` of softmax may name a kernel. Then `run_named` skips tests 1 to 3, and
-raises an error if test 4 fails. `implementation=` of decay_causal and delta_causal may
+`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, in
+which a kernel may refuse the device or the mesh too, and raises an error with its
+reason. `implementation=` of decay_causal and delta_causal may
 name a kernel of `OF_RECURRENCES`, which runs only in this way.
 
 The module of a kernel is imported when a call first tries the kernel.

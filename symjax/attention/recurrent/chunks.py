@@ -227,7 +227,10 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Apply the segments of a chunk to a state that sums the tokens of one segment.
+    """Return the state that the first rows of a chunk read, and what remains of it.
+
+    A state sums the tokens of one segment. The results also say which rows read the
+    state before the chunk, and which tokens are in the state after it.
 
     Args:
         state: the state after the token before the chunk.

@@ -14,8 +14,9 @@ of numerator and denominator does not:
 - So every exponential is at most 1. Example with one feature: keys have the exponents
   100 and 90, and a query has 5. Then running_max is 100, the shift is 105, and the
   denominator is 1 + e⁻¹⁰. No ε is needed.
-- Neither changes the output. The query's factor exp(running_max) undoes the division of
-  the state, and exp(shift) cancels in the ratio. Both are constants to the gradient.
+- Dividing by exp(running_max) and by exp(shift) does not change the output. The query's
+  factor exp(running_max) undoes the division of the state, and exp(shift) cancels in
+  the ratio. Both are constants to the gradient.
 
 Features that change sign lose digits if their products cancel. `cancellation.py` reads
 a state of such features.

@@ -14,7 +14,8 @@ Accelerators run them in parallel if `recurrence.schedule()` allows it:
     prepared = [recurrence.prepare(parameters, span) for span in spans]
     effects = [recurrence.effect(x) for x in prepared]      # (state, transition)
     merged = itertools.accumulate(effects, recurrence.merge)
-    before = [state, *(after for after, _ in merged)]       # `state` is the empty one
+    empty = recurrence.empty(parameters, (B, K, H, V), dtype)
+    before = [empty, *(after for after, _ in merged)]
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
 To decode one token, `engine.attend_step` calls `prepare` and `advance` on a span of one

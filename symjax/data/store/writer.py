@@ -81,7 +81,7 @@ class SplitWriter:
     Args:
         marks: the tokens around documents.
         content: a hash object that is updated with all text, and with the pieces before
-            and between documents.
+            and between documents; a piece that is a token counts as NUL.
         report: called with the number of characters that were written.
         counts: the part of existing files to keep; None for new files.
     """

@@ -131,7 +131,8 @@ class Part(NamedTuple):
         output: (layer, mixed, operands) → the output per head, before its norm.
         state: layer → arguments of the mechanism's empty state besides sizes and
             options.
-        head_norm: True adds an RMSNorm per head, for a mechanism without a denominator.
+        head_norm: True adds an RMSNorm per head, for recurrences whose rows are not
+            divided by a denominator.
         options: (model, mechanism) → options of the mechanism, if they are not the
             keys of model.attention with the same names.
         keys: model.attention → names of its keys that the part reads, except options of

@@ -17,7 +17,9 @@ from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
-WIDEST = 2**14  # lanes of the queries that share a key head; VMEM has their gradients
+# Lanes of the queries that share a key head. The backward kernel keeps their gradients
+# in VMEM, where more lanes have no room.
+WIDEST = 2**14
 
 
 class TpuSoftmax(NamedTuple):

@@ -54,7 +54,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, on_tpu
-from symjax.attention.core.meshes import like_its_first, on_any_mesh, rows_alone
+from symjax.attention.core.meshes import (
+    like_its_first,
+    on_any_mesh,
+    rows_alone,
+    vary_alike,
+)
 from symjax.attention.core.operands import Operands, ScoreSettings, Tokens, rows_spec
 from symjax.attention.core.products import TILE
 
@@ -247,7 +252,7 @@ def run_heads(
     kernels = import_module("symjax.attention.kernels.tpu.heads")
     kernel = partial(getattr(kernels, name), static, False)
     call = partial(by_platform, tpu=kernel, default=fallback)
-    return like_its_first(call)(x, *arrays)
+    return like_its_first(call)(*vary_alike((x, *arrays)))
 
 
 def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:

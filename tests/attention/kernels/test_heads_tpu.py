@@ -8,8 +8,11 @@ import numpy as np
 import oracles
 import pytest
 from interpreted import STRICT
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from symjax import attention
+from symjax.attention.kernels.dispatch import run_heads
 from symjax.attention.kernels.tpu import heads
 from symjax.attention.scores import rotation
 from symjax.layers import norms
@@ -103,3 +106,28 @@ def test_heads_are_normalised_and_have_the_gradients_of_the_definition(
     close(output, wanted, dtype)
     for found, other in zip(pull(change), gradients, strict=True):
         close(found, other, dtype)
+
+
+def test_a_shard_map_sums_gradients_of_arrays_that_its_devices_share():
+    """Lowered for TPUs that are not here, in a `jax.shard_map` with check_vma=True."""
+    device = AbstractDevice("TPU v5 lite", 1, "tpu")
+    kinds = (AxisType.Auto,)
+    mesh = AbstractMesh((2,), ("x",), axis_types=kinds, abstract_device=device)
+
+    def normed(x, scale):
+        return run_heads("norm", 1e-5, lambda x, scale: x, x, scale)
+
+    def turned(x, rates):
+        return attention.rotate(x, np.arange(T)[None], frequencies=rates)
+
+    def loss(call, *arrays):
+        call = jax.shard_map(call, in_specs=(P("x"), P()), out_specs=P("x"))
+        return call(*arrays).sum()
+
+    x = jax.ShapeDtypeStruct((B, T, N, 128), jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        for call, size, kernel in ((normed, 128, "norm"), (turned, 64, "turn")):
+            shared = jax.ShapeDtypeStruct((size,), jnp.float32)
+            change = jax.jit(jax.grad(partial(loss, call), (0, 1)))
+            text = change.trace(x, shared).lower(lowering_platforms=("tpu",)).as_text()
+            assert f"heads_{kernel}" in text and "all_reduce" in text

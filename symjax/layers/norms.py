@@ -40,7 +40,11 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm over each head, which a TPU computes in the layout of the projections."""
+    """RMSNorm over each head, which a TPU computes in the layout of the projections.
+
+    The kernel for heads of whole tiles on a TPU has neither a forward-mode derivative
+    (`jax.jvp`) nor a second derivative.
+    """
 
     def __call__(
         self, x: Float[Array, "B T N H"], factor: Any = 1.0

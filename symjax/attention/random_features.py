@@ -155,8 +155,9 @@ def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
 def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
-    They are below e^(1.85 |w|), and |w| is about √H. Float32 holds them up to |w| = 47,
-    so they need no exponent.
+    They are below e^(1.85 |w|), and |w| is about √H. Float32 holds sums of a million of
+    them up to |w| = 39, so they need no exponent: queries are divided by their largest
+    feature before products.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)

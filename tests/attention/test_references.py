@@ -54,7 +54,7 @@ CASES = {
         (Q, K, VALUE, W),
         lambda heads: A.performer_causal(*heads(Q, K, VALUE), W),
     ),
-    "normalised": (
+    "recurrent.normalised": (
         (Q @ W.T, K @ W.T - (K * K).sum(axis=-1, keepdims=True) / 2, VALUE),
         lambda heads: A.performer_causal(*heads(Q, K, VALUE), W, scale=1.0),
     ),
@@ -76,6 +76,15 @@ CASES = {
         (Q, VALUE, np.exp),
         lambda heads: A.matrix_function(*heads(Q, VALUE), "exp"),
     ),
+    "causal_function": (
+        (Q, VALUE, np.exp, 0.1),
+        lambda heads: A.matrix_function_causal(*heads(Q, VALUE), "exp", scale=0.1),
+    ),
+    "mesa_layer": (
+        (Q, K, VALUE, 0.7),
+        lambda heads: A.mesa_causal(*heads(Q, K, VALUE), ridge=0.7),
+    ),
+    "softpick": ((Q, K, VALUE), lambda heads: A.softpick(*heads(Q, K, VALUE))),
 }
 
 

@@ -100,10 +100,17 @@ class RowInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalised:
-    """Recurrence of linear attention with the given features."""
+    """Recurrence of linear attention.
+
+    Attributes:
+        features: the feature map.
+        exact: compute every row of a chunk with the maximum of the keys that it sees,
+            so that none underflows. Each pair then takes one exponential per feature.
+    """
 
     kernel = "features"
     features: Features
+    exact: bool = False
 
     def schedule(self) -> Schedule:
         return Schedule(on_one_gpu_only=self.features.exponents)
@@ -125,8 +132,8 @@ class Normalised:
     ) -> tuple[LinearState, Any]:
         """Return the state after a chunk, and its rows [B T K G V].
 
-        Rows that underflow are computed again. In a chunk of one token none does, since
-        it has no later key.
+        Rows that underflow are computed again, unless all rows are exact. In a chunk of
+        one token none underflows, since it has no later key.
 
         Args:
             divided: False returns `RowSums` instead of rows.
@@ -147,8 +154,12 @@ class Normalised:
                 (_fast_rows, _exact_rows) if divided else (_fast_sums, _exact_sums)
             )
             forms = partial(fast, arithmetic), partial(exact, arithmetic)
-            inputs = RowInputs(before, query, key, value)
-            rows = recompute_underflow(*forms, visibility, inputs)
+            operands = visibility, RowInputs(before, query, key, value)
+            rows = (
+                forms[1](*operands)
+                if self.exact
+                else recompute_underflow(*forms, *operands)
+            )
         if joins is not None:
             key = key.where(joins[:, None])
         after = update(arithmetic, carried, key, value)

@@ -68,8 +68,9 @@ def matrix_function_causal(
     function: one for resolvents and ones_plus, and the degree of a polynomial. exp and
     expm1 take as many terms as the largest trace of an A_t needs: 23 for a trace of 5
     in float32, and at most 128. Resolvents also take O(T chunk_size²). Sums run in
-    float32 at least. The backward pass saves one state per chunk. A hidden token
-    changes no other row, and its own row is zero.
+    float32 at least. The backward pass saves one state per chunk, or per group
+    of chunks that run in parallel. A hidden token changes no other row, and its own row
+    is zero.
 
     The series of exp and expm1 converges for eigenvalues of A_t up to 80, in float64 up
     to 55. A row whose series does not converge is NaN. With α > 0 all rows are NaN from

@@ -42,13 +42,14 @@ def cosine(
     only if S ≤ (H + 1) V / (H + 1 + V). Sums run in float32 at least, which must hold
     |x|²: entries up to 1e18, and for gradients lengths of at least 1e-18. No ε is added
     to a denominator. A row is zero if it sees no key, or if 1 + cos is below 2⁻²⁴, the
-    rounding error of 1, for all its keys.
+    rounding error of 1, for all its keys. If no [T S] array is formed, the mean of
+    1 + cos over its keys decides instead.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
     keys, or all keys of a chunk of `cosine_causal`, have one direction. Otherwise, and
     if keys are read from a state, the error of a weight is about ε = 2⁻²³, and the
     error of the output ε / (1 + cos) times the values. (With `segment_ids`, keys are
-    read from a state every 64 tokens.) A row whose mean weight in a state is below ε
+    read from a state every 64 tokens.) A row whose mean weight in a state is below 2ε
     gets the mean of the values of that state.
 
     Args:
@@ -81,7 +82,8 @@ def cosine_causal(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
     """Return `cosine` over each token, its past, and what `state` has read.
 
-    Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk.
+    Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk,
+    or per group of chunks that run in parallel.
 
     On one NVIDIA GPU, the kernels of linear attention compute calls in bfloat16. The
     mean weight of a row then has an error of about 1e-4, at most 1e-3; the relative

@@ -100,7 +100,7 @@ def _statistics(spectrum: Array, directions: Array) -> Statistics:
 
         log(1 − 4a) − log(1 − 8a) / 2 + 2 s (1 − 4a) / (1 − 8a)
 
-    which is the part with a of the mean over pairs of log E_w[(φ(q) φ(k))²]. The
+    These are the terms with a in the mean over pairs of log E_w[(φ(q) φ(k))²]. The
     derivative is 0 where 16a² + (4s − 2) a − s = 0; the minimum is the negative root.
     """
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)

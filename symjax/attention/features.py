@@ -56,8 +56,8 @@ def _squared(x: Array) -> Array:
     """Return all x_i x_j with i ≤ j. Products of these H (H + 1)/2 features are (q·k)².
 
     Pairs with i ≠ j are multiplied by √2. They are products of x with x rotated by 1,
-    2, … H/2 places. The rotation by H/2 places has each pair twice; only its first half
-    is taken.
+    2, … H/2 places. If H is even, the rotation by H/2 places has each pair twice, and
+    only its first half is taken.
     """
     size = x.shape[-1]
     ring = jnp.concatenate([x, x], axis=-1)

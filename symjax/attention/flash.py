@@ -9,8 +9,8 @@
         return np.stack(out)
 
 `flash` reads all groups, `flash_causal` the past, and `flash_step` adds one token to a
-state: the keys and values of the last, incomplete group, and the sums of the groups
-before it. This file checks arguments. The computation is in
+state. The state has the keys, linear keys and values of the last, incomplete group, and
+the sums of the groups before it. This file checks arguments. The computation is in
 `symjax.attention.recurrent.flash_groups`.
 """
 

@@ -103,9 +103,10 @@ def linear_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk.
-    Kernels compute elu, relu and relu2 on one TPU and on one NVIDIA GPU. Those for GPUs
-    take bfloat16 arrays and multiply in TF32. Kernels have no forward-mode derivative.
+    Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk,
+    or per group of chunks that run in parallel. Kernels compute elu, relu and relu2 on
+    one TPU and on one NVIDIA GPU. Those for GPUs take bfloat16 arrays and multiply in
+    TF32. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment

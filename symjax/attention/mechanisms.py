@@ -71,8 +71,8 @@ class Mechanism(NamedTuple):
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
         lengths: whether the numbers of keys and queries may differ.
-        segments: whether its causal form takes `segment_ids`, or `attend` if it has no
-            causal form.
+        segments: whether it takes `segment_ids`: in its causal form, or in `attend` if
+            it has no causal form.
         keys: whether its functions take an argument `key`; otherwise the queries are
             the keys.
         gated: whether it replaces a whole block: it cannot be chosen for an attention

@@ -54,7 +54,7 @@ def mesa_causal(
     There is no scale and no denominator. Query head n uses key head n // (N/K). Sums
     run in float32 at least. Time O(T (H² + H V + chunk_size (H + V + chunk_size))):
     each chunk factorises one matrix [chunk_size chunk_size]. The backward pass saves
-    one state per chunk.
+    one state per chunk, or per group of chunks that run in parallel.
 
     Keys that are long relative to the ridge cost digits in float32. With 256 tokens of
     16 channels and chunks of 64, the error is up to 1e-3 of the largest output if |k|²

@@ -63,9 +63,9 @@ def performer(
     slay           features of the direction of x, for a kernel that falls with the
                    distance of the directions (`symjax.attention.slay`)
 
-    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). A
-    [T S] array is formed only if S ≤ M V / (M + V). Sums run in float32 at least. A row
-    that sees no key is zero. No ε is added.
+    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). A [T S] array is
+    formed only if S ≤ M V / (M + V). Sums run in float32 at least. A row that sees no
+    key is zero. No ε is added.
 
     Args:
         projection: from `orthogonal_projection`. None means 256 orthogonal rows, which
@@ -112,9 +112,10 @@ def performer_causal(
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-    Time O(T M (H + V + chunk_size)). The backward pass saves one state per chunk. If a
-    token changes, rows of earlier chunks stay bitwise the same. Earlier rows of the
-    token's chunk change only by rounding errors. No ε is added.
+    Time O(T (M (H + V) + chunk_size (M + V))). The backward pass saves one state per
+    chunk, or per group of chunks that run in parallel. If a token changes, rows of
+    earlier chunks stay bitwise the same. Earlier rows of the token's chunk change only
+    by rounding errors. No ε is added.
 
     On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
     kernels compute all features except trigonometric ones, for value sizes 16, 32, 64

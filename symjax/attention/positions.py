@@ -32,8 +32,8 @@ def rotate(
 
     The product of a rotated query and a rotated key depends on their distance alone.
     Angles are computed in float32 at least; features after the first R stay as they
-    are, bit for bit. The kernel that turns heads of whole tiles on a TPU has no
-    forward-mode derivative (`jax.jvp`).
+    are, bit for bit. On one TPU a kernel computes the rotation if T and R are multiples
+    of 128. It has no forward-mode derivative (`jax.jvp`).
 
     Args:
         positions: one per token, or one row for all examples.
@@ -60,8 +60,8 @@ def rotate(
     turning = turning_features(x.shape, share)
     if positions.shape not in ((1, x.shape[1]), x.shape[:2]):
         raise ValueError(
-            f"positions must be {x.shape[:2]} of {x.shape}, or 1 for all of its "
-            f"examples, got {positions.shape}"
+            f"rotate: positions must be {x.shape[:2]} or {(1, x.shape[1])} for x "
+            f"{x.shape}, got {positions.shape}"
         )
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if frequencies is None:
@@ -113,7 +113,7 @@ def _checked_frequencies(
         x not in (1, y) for x, y in zip(array.shape, wanted, strict=True)
     ):
         raise ValueError(
-            f"rotate: frequencies must be {wanted[2:]} or {wanted} of {shape}, got "
+            f"rotate: frequencies must be {wanted[2:]} or {wanted} for x {shape}, got "
             f"{array.shape}"
         )
     return array

@@ -1,11 +1,12 @@
 """Scaled frequencies of RoPE, for texts longer than those of training.
 
-RoPE turns pair i of R features by θ_i = base^(−2i/R) per token. A model was trained
-with n tokens (`original_length`), and shall read texts that are s times as long
-(`factor`). The kinds of scaling replace θ_i:
+RoPE turns pair i of R features by θ_i = base^(−2i/R) per token. A model that was
+trained with n tokens (`original_length`) is to read texts s times as long (`factor`).
+The kinds of scaling replace θ_i:
 
 linear    by θ_i / s
-dynamic   by θ_i with base · (s L/n − s + 1)^(R/(R − 2)) as base, for L > n tokens
+dynamic   in texts of L > n tokens, by θ_i of a larger base:
+          base · (s L/n − s + 1)^(R/(R − 2))
 yarn      by θ_i / s for slow pairs; fast pairs keep θ_i; a ramp in i between them. The
           turned features are multiplied by 0.1 ln s + 1
 llama3    by θ_i / s for pairs with fewer than low_frequency_factor turns in n tokens;
@@ -62,7 +63,7 @@ def rope_frequencies(
         low_frequency_factor, high_frequency_factor: for llama3, turns in n tokens.
             Pairs with fewer turns than the first are divided by s; pairs with more
             turns than the second are not changed.
-        beta_slow, beta_fast: the same numbers for yarn.
+        beta_slow, beta_fast: the same two limits for yarn.
         truncate: for yarn, round the ends of the ramp outwards to whole pairs.
         length: for dynamic, L of each text.
     Raises:

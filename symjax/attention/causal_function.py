@@ -166,8 +166,8 @@ def matrix_function_state(
     """Return the state of `matrix_function_causal` before the first token.
 
     It has H (H + V) numbers per head, float32 at least. The state of a resolvent is a
-    `MesaState`. `ones_plus` adds a channel of 1 to H, and normalise="rows" to V. The
-    state does not depend on `scale` and `alpha`.
+    `MesaState`. H is larger by 1 with `ones_plus`, and V with normalise="rows". The
+    empty state does not depend on `scale` and `alpha`.
 
     Raises:
         ValueError: a size or a dtype that is wrong, or an unknown function.

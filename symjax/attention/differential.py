@@ -99,11 +99,12 @@ def differential(
         output  N          one for each signal query
 
     Cost. Score mechanisms in row blocks subtract the two maps and multiply the
-    difference by the values once. This takes 1.1–1.4 times as long as softmax with the
-    same number of parameters (N heads of twice the size). Kernels, the ring and
-    mechanisms without scores compute two outputs and subtract them; a recurrence has a
-    state per branch. Row blocks compute a shared noise map once. All others compute it
-    for each of its r heads, so they cost as much as with r = 1.
+    difference by the values once. On four CPUs this took 0.93 to 1.14 times as long as
+    softmax with the same number of parameters (N heads of twice the size;
+    docs/performance/cpu.md). Kernels, the ring and mechanisms without scores compute
+    two outputs and subtract them; a recurrence has a state per branch. Row blocks
+    compute a shared noise map once. All others compute it for each of its r heads, so
+    they cost as much as with r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].

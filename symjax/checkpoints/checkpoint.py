@@ -107,8 +107,8 @@ class Checkpoints:
         a run of several processes raises it.
 
         Checkpoints that the last `restore` passed over, because it restored an earlier
-        one, are deleted after this save; one with the number `step` is deleted before
-        it.
+        one, are deleted after this save. If one of them has the number `step`, it is
+        deleted before the save.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
@@ -282,7 +282,9 @@ class Checkpoints:
             ValueError: this step, or a later one, exists and was not passed over.
         """
         steps = manager.all_steps()
-        newest = max((s for s in steps if s not in self._policy.passed), default=-1)
+        newest = max(
+            (s for s in steps if s not in self._policy.passed_over), default=-1
+        )
         if step <= newest:
             raise ValueError(
                 f"checkpoint {step} cannot be saved: {newest} is in {self.directory} "
@@ -290,7 +292,7 @@ class Checkpoints:
             )
         if step in steps:
             manager.delete(step)
-            self._policy.passed.discard(step)
+            self._policy.passed_over.discard(step)
 
     def _first_whole(
         self, steps: list[int], read: Callable[[epath.Path], Any]

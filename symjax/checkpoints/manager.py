@@ -31,8 +31,8 @@ class KeepPolicy:
 
     Attributes:
         whole: steps that count as whole.
-        passed: steps that the last `restore` found on disk and that are later than the
-            restored one; they are deleted.
+        passed_over: steps that the last `restore` found on disk and that are later than
+            the restored one; they are deleted.
         losses: held-out losses by step.
     """
 
@@ -40,7 +40,7 @@ class KeepPolicy:
         self.keep = keep
         self.best = best
         self.whole: set[int] = set()
-        self.passed: set[int] = set()
+        self.passed_over: set[int] = set()
         self.losses: dict[int, float] = {}
 
     def saved(self, step: int, meta: dict[str, Any]) -> None:
@@ -63,8 +63,8 @@ class KeepPolicy:
             present: all steps on disk.
             losses: held-out losses by step.
         """
-        self.passed = {other for other in present if other > step}
-        self.whole = {step} | (self.whole - self.passed)
+        self.passed_over = {other for other in present if other > step}
+        self.whole = {step} | (self.whole - self.passed_over)
         self.losses = {
             other: loss
             for other, loss in losses.items()
@@ -80,7 +80,8 @@ class KeepPolicy:
         judged = self.losses.keys() & set(steps)
         best = min(judged, key=lambda step: (self.losses[step], step), default=None)
         return [
-            step not in self.passed and (step >= oldest or (self.best and step == best))
+            step not in self.passed_over
+            and (step >= oldest or (self.best and step == best))
             for step in steps
         ]
 

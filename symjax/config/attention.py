@@ -202,15 +202,15 @@ class Attention(Keys):
     )
     chunk_size: int = key(
         64,
-        "tokens in a chunk of the causal prefix sum, which changes rounding alone; "
-        "flash: tokens in a group, which changes the result",
+        "tokens in a chunk of a causal recurrence; another size changes results by "
+        "rounding only. flash: tokens in a group, which change the result",
         least=1,
     )
     implementation: str = key(
         "auto",
-        "how score mechanisms run over whole rows. auto: the first kernel that "
-        "supports the call, else rows. rows: blocks of rows in XLA. whole: one map of "
-        "all pairs. tpu, cudnn, gpu_differential: this kernel of softmax. ring: "
+        "what computes attention in training and evaluation. auto: the first kernel "
+        "that supports the call, else rows. rows: blocks of rows in XLA. whole: one "
+        "map of all pairs. tpu, cudnn, gpu_differential: this kernel of softmax. ring: "
         "softmax over mesh.sequence, which passes keys and values between devices "
         "instead of gathering them. jla: decay and delta by the kernels of "
         "jax-linear-attention for Hopper GPUs. Decoding is always auto. fused and "

@@ -21,8 +21,8 @@ from symjax.layers.primitives import (
 )
 from symjax.layers.segments import Segments
 
-# With swiglu the function is that of the gate. The gradient of gelu computes its tanh
-# again: keeping it would take as much memory as the input.
+# For swiglu the table has the activation of the gate. The gradient of gelu computes its
+# tanh again: keeping it would take as much memory as the input.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.checkpoint(jax.nn.gelu),

@@ -42,8 +42,8 @@ class RMSNorm(nnx.RMSNorm):
 class HeadNorm(RMSNorm):
     """RMSNorm over each head, which a TPU computes in the layout of the projections.
 
-    The kernel for heads of whole tiles on a TPU has neither a forward-mode derivative
-    (`jax.jvp`) nor a second derivative.
+    On a TPU a kernel computes it if tokens and head size are multiples of 128. The
+    kernel has neither a forward-mode derivative (`jax.jvp`) nor a second derivative.
     """
 
     def __call__(
@@ -128,7 +128,7 @@ def _normalised_tangent(
 def _orthogonal_part(
     change: Float[Array, "*B D"], unit: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:
-    """Return the change without its component along the unit vector of each row."""
+    """Return the change without its component along u, whose mean square is 1."""
     # By einsum: XLA's CPU compiler sums broadcast products slowly.
     product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     along = product("...d,...d->...", unit, change) / unit.shape[-1]

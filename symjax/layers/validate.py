@@ -34,7 +34,8 @@ FROM_QUERIES, SHARED = ("plain", "pairwise", "qkv"), ("kv", "qkv")
 LARGEST_GATED_SIZE = 128  # features of queries and keys of a gated block, by default
 # Values that mean "not set": such options are not passed to the mechanism.
 OFF = ("", 0, "auto")
-# Defaults of older checkpoints, which a mechanism without the option may ignore.
+# Former default values, which older checkpoints have. A mechanism without the option
+# accepts and ignores them.
 FORMER_DEFAULTS = {"implementation": "rows"}
 
 

@@ -46,7 +46,8 @@ def operands_of(
 def map_of(mixer: Mixer, operands: dict[str, Operand]) -> Float[Array, "B N T T"]:
     """Return the attention map: the output for values that are unit vectors.
 
-    The option `implementation` is ignored: kernels do not take values of T features.
+    The option `implementation` is ignored, since some kernels do not take values of T
+    features.
 
     Memory O(B N T²), and time O(T²) times the cost of one value feature.
     """

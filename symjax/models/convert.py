@@ -59,9 +59,9 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # Weights that act on queries → the weights that act on projected keys.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# Keys by which the target computes another function than the source. Some other keys do
-# so in some models only; `changes` adds those. With all remaining keys the function of
-# the converted weights is the same.
+# If one of these keys differs, the target with the converted weights computes another
+# function than the source. Some other keys do so in some models only; `changes` adds
+# those. If only remaining keys differ, the function is the same.
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),
@@ -83,8 +83,8 @@ Params = dict[str, Any]
 def changes(source: config.Model, target: config.Model) -> list[str]:
     """Return a line `model.KEY old → new` for each key that changes the function.
 
-    By such a key the target, with the converted weights and before any training step,
-    computes another function than the source.
+    If such a key differs, the target with the converted weights computes another
+    function than the source, before any training step.
     """
     names, models = CHANGING, (source, target)
     if all("flash" in config.mechanisms_of(x) for x in models):
@@ -116,13 +116,13 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
     - separate values from values shared with keys (`symmetric` kv or qkv), and kv from
       qkv;
-    - gated blocks of another length: the output layer is rescaled;
+    - gated blocks of another length: the output projection of a block is rescaled;
     - a position term where there was none (its a is 1, its w is 0);
     - differential V2 from one map (`differential` none): each query head twice, λ's
       projection 0 and values times 2, since sigmoid(0) = ½.
 
     Warm starts (`changes` names their keys, except classes):
-    - another mechanism, option or position scale: the weights stay as they are;
+    - another mechanism, option or scaling of RoPE: the weights stay as they are;
     - symmetric keys from projected ones: the mean of both projections;
     - differential V1 from one map: the halves of a head become its branches, each with
       its own half of a metric or feature map; the new norm per head changes the

@@ -42,7 +42,7 @@ def optimizer(
     - `adam` and `sgd` add weight_decay · weight to the clipped gradient, as in PyTorch.
     - `muon` makes the momentum of each matrix of the blocks orthogonal. Its updates are
       scaled to the size of AdamW's, so the same rates and decays fit. AdamW updates all
-      other weights, including kernels of convolutions.
+      other weights, including kernels of convolutions (`version` 1: Muon updates them).
 
     Embeddings and the output layer may have another rate and another decay. If `ema` is
     not 0, an average of the weights is kept. Moments and the average have the paths and

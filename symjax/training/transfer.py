@@ -10,8 +10,8 @@ maps      the KL divergence Σ_s a_s ln(a_s / b_s), where a is a row of the sour
 outputs   the mean squared error of the outputs of the layer
 
 A step costs a forward pass of the source, and a forward and a backward pass of each
-attention layer of the model. `maps` takes O(B N T²) memory for every layer, and
-computes attention with T value features in both models. After the transfer the
+attention layer of the model. `maps` takes O(B N T²) memory for every layer: in both
+models the values are T unit vectors. After the transfer the
 optimizer and its schedule begin, and all weights train.
 
 Source: Zhang et al. 2024, arXiv:2402.04347 (maps); Zhang et al. 2024, arXiv:2410.10254

@@ -118,7 +118,7 @@ def on_cuda() -> bool:
     """Return whether the devices are NVIDIA GPUs with bfloat16 tensor cores.
 
     These have compute capability 8.0 or higher. The devices are those of the mesh, or
-    of this machine.
+    of this machine. GPUs of a mesh that are not on this machine count as such.
     """
     if backend() != "gpu":
         return False

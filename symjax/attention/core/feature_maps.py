@@ -85,9 +85,10 @@ class Features(NamedTuple):
         nonnegative: H → n: the first n features of a key are never negative. "squared"
             has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
             it if features change sign but no pair has a negative weight. Then
-            `recurrent.cancellation` reads a state relative to a mean of the values, in
-            which a value is weighted by the sum of the first n features of its key. Any
-            positive weights would do; these sums are in the state already.
+            `recurrent.cancellation` subtracts a mean of the values from the state
+            before a row reads it. In this mean the weight of a value is the sum of the
+            first n features of its key. Any positive weights would do; these sums are
+            in the state already.
         centred: (φ(q), φ(k)) → other features with the same products, which cancel less
             because they are shifted by the mean of all keys. Only bidirectional
             attention can use them, since it knows all keys. In the result the first

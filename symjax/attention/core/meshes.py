@@ -1,5 +1,6 @@
-"""Functions that run on any mesh: shardings, axes of type Explicit and Manual, vmap.
+"""Decorators and casts by which functions run on any mesh and under `jax.vmap`.
 
+A mesh may have axes of type Auto, Explicit or Manual, and arrays any sharding.
 `on_any_mesh` decorates engines: it compiles them, and turns mesh axes of type Explicit
 into Auto inside them.
 """

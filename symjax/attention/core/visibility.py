@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-HIDDEN = -(2**30)  # a position outside every window
+HIDDEN = -(2**30)  # a position outside every window with a left bound
 
 
 @partial(

@@ -37,9 +37,9 @@ These calls use no kernel, and nothing is chosen here:
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others.
 
-`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, in
-which a kernel may refuse the device or the mesh too, and raises an error with its
-reason. `implementation=` of decay_causal and delta_causal may
+`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
+raises an error with the reason of a refusal. The kernel itself refuses a wrong device
+or mesh. `implementation=` of decay_causal and delta_causal may
 name a kernel of `OF_RECURRENCES`, which runs only in this way.
 
 The module of a kernel is imported when a call first tries the kernel.

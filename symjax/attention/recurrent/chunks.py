@@ -215,8 +215,8 @@ def lower_triangle(length: int) -> Bool[Array, "T T"]:
 def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
     """Return True for pairs [t, s] with s ≤ t in one segment.
 
-    Pairs with hidden keys are True as well: the keys and values of hidden tokens are
-    zeros, so that they add nothing.
+    Pairs with hidden keys are True as well. Hidden tokens add nothing, because their
+    keys and values are zeros, and because mechanisms set their features to zero.
     """
     past = lower_triangle(chunk.value.shape[2])[None]
     if chunk.segment is None:
@@ -227,7 +227,7 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Return the state that the first rows of a chunk read, and what remains of it.
+    """Return the state that the first rows of a chunk read, and its part in the next.
 
     A state sums the tokens of one segment. The results also say which rows read the
     state before the chunk, and which tokens are in the state after it.

@@ -129,8 +129,8 @@ class InXla:
 
         GPU kernels of features call it in a `jax.lax.cond` if a row underflows. XLA
         compiles both branches of the cond, and reserves memory for them. So all rows
-        are exact (`Normalised.exact`): that takes longer to run, but a quarter less
-        time to compile than rows that are checked for underflow and computed again.
+        are exact (`Normalised.exact`). That takes longer to run than rows that are
+        computed again if they underflow, but one program to compile instead of two.
         """
         recurrence = replace(cast(Any, self.recurrence), exact=True)
         state = _start("", recurrence, parameters, None, tokens)

@@ -84,8 +84,8 @@ class Schedule(NamedTuple):
     """Execution of chunks on accelerators. CPUs always run one after the other.
 
     Attributes:
-        parallel_chunks: run chunks in parallel, as one product. This is faster unless a
-            chunk needs much more memory than its tokens.
+        parallel_chunks: run chunks in parallel, as one product. This is faster, unless
+            the intermediate results of a chunk need much more memory than its tokens.
         on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
             Set it in two cases:
 

@@ -271,7 +271,8 @@ def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
 
     Args:
         gathers_keys: gather the keys and values of all devices that time is split
-            over, and set those that the mask hides to zero. The ring does neither here.
+            over, and set those that the mask hides to zero. False for the ring, which
+            gathers none and sets hidden ones to zero itself.
     """
     visibility = _visibility(arguments)
     query, key, value = arguments.query, arguments.key, arguments.value

@@ -4,12 +4,11 @@ A score mechanism provides one function, its row weights, which turns scores of 
 rows into weights. The engine
 
 1. divides the query rows into blocks,
-2. leaves out the keys that no row of an extent sees,
+2. leaves out the keys that no row of an extent sees; an extent is a group of
+   consecutive blocks,
 3. computes scores, weights and the weighted sum of the values, block by block,
 4. wraps each block in `jax.checkpoint`: the backward pass computes a block again, and
    no [T S] map is saved. Memory is linear in T.
-
-An extent is a group of consecutive blocks, which read the same keys.
 
 In differential attention the engine subtracts the weights of a noise head from those of
 its signal heads, and then multiplies by the values once.

@@ -60,7 +60,7 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     if run.examples.separate:
         return _rows_within_documents(run, length, count)
     batches = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
-    if not model.classes and len(batches) > 1:  # the last window may be filled up
+    if not model.classes and len(batches) > 1:  # leave out a last window with filler
         batches = [batch for batch in batches if _is_filled(*batch)]
     return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
 

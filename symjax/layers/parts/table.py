@@ -25,7 +25,7 @@ def _options_of_gau(options: config.Model, mechanism: str) -> dict[str, Any]:
 def _gau_converted(
     weights: dict[str, Any], source: config.Model, target: config.Model
 ) -> dict[str, Any]:
-    """Rescale the output layer of a decoder whose divisor, model.length, changes."""
+    """Rescale the output projection of a decoder block to another model.length."""
     if not config.is_causal(target):
         return weights
     kernel = weights["out"]["kernel"] / (source.length / target.length)

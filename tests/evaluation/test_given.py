@@ -38,8 +38,8 @@ def test_both_units_are_logged(trained):
     rows = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
     *_, last = (row for row in rows if "heldout/loss" in row)
     found = json.loads((trained / "data" / "corpus.json").read_text())
-    held = found["fingerprint"]["heldout"]
-    bytes_per_token = held["bytes"] / held["tokens"]
+    targets = found["judged"]  # all held-out tokens but the first
+    bytes_per_token = targets["bytes"] / targets["tokens"]
     assert bytes_per_token > 2
     wanted = last["heldout/loss"] / math.log(2) / bytes_per_token
     assert last["heldout/bits_per_byte"] == pytest.approx(wanted)

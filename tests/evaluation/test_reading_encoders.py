@@ -77,6 +77,7 @@ def run_of(model, made, *rows):
             fixed_length=model.patch > 0,
         ),
         config=config.Config(model=model, batch_size=1),
+        ema=True,  # no metrics.jsonl is read
         model=lambda: made,
     )
 
@@ -119,7 +120,7 @@ def test_maps_times_values_are_what_a_layer_puts_out_beside_pads():
 
         @jax.jit
         def run(tokens, model=model, layer=layer, norm=norm):
-            x, padding_mask = model._read(tokens[None])
+            x, padding_mask = model._embed(tokens[None])
             operands = layer.operands(norm(x), jnp.arange(LENGTH)[None])
             operands["mask"] = Operand(padding_mask[:, None, None], "B")
             return layer.mixer(operands)[0]

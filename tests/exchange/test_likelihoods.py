@@ -32,7 +32,7 @@ def test_scores_are_those_of_the_logits_in_parts_or_at_once(positions, monkeypat
     given = rows(2, 41, 17, 33)
     wanted = [definition(loaded, ids) for ids in given]
     for largest in (2**26, 2000):
-        monkeypatch.setattr(loss, "LARGEST", largest)
+        monkeypatch.setattr(loss, "MOST_LOGITS", largest)
         jax.clear_caches()
         for found, (losses, likeliest) in zip(
             scores(loaded.model, given), wanted, strict=True

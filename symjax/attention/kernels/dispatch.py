@@ -39,8 +39,8 @@ platform and the fallback on the others.
 
 `implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
 raises an error with the reason of a refusal. The kernel itself refuses a wrong device
-or mesh. `implementation=` of decay_causal and delta_causal may
-name a kernel of `OF_RECURRENCES`, which runs only in this way.
+or mesh. `implementation=` of decay_causal and delta_causal may name a kernel of
+`OF_RECURRENCES`, which runs only in this way.
 
 The module of a kernel is imported when a call first tries the kernel.
 """

@@ -75,7 +75,7 @@ class DeltaRule:
     `solve_unit_lower` solves.
 
     Attributes:
-        fades: whether a log-decay was given. Steps do not read it.
+        fades: whether a log-decay was given. Only kernels read it.
         gated: whether erase gates were given. Kernels do not support them.
     """
 

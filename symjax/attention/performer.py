@@ -9,9 +9,10 @@
 With M random rows w of the projection W, φ(q)·φ(k) has the expected value M exp(q·k).
 The factor M cancels in the division.
 
-The features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts a
-running maximum from their exponents, so that none overflows and no ε is needed. Queries
-and keys may have any size whose squared length float32 can hold (entries up to 1e18).
+These features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts
+a running maximum from their exponents, so that none overflows and no ε is needed.
+Queries and keys may have any size whose squared length float32 can hold (entries up to
+1e18).
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024

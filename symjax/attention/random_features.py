@@ -6,7 +6,7 @@ depends on the query alone, which cancels in the division by the denominator. Th
 is M exp(|q'|²/2) for positive features. The maps `relu` and `slay` estimate other
 functions. `RANDOM_FEATURES` maps names to feature maps.
 
-Features are exponentials. `LogFeatures` has their exponents, and
+Most features are exponentials. `LogFeatures` has their exponents, and
 `symjax.attention.recurrent.linear_state` subtracts a running maximum from these, so
 that no exponential overflows.
 """

@@ -151,8 +151,9 @@ class Manager(ocp.CheckpointManager):
 
         `Interrupts.due` passes the number of its call to jax's
         `reached_preemption_sync_point`, and jax makes all processes stop at the same
-        number. Orbax would pass the training step to the same function. The processes
-        could then agree on a number that `Interrupts` has passed or reaches much later.
+        number. Orbax would pass the training step to the same function. If the
+        processes then agreed on a training step, the run would stop much later, or not
+        at all, since `Interrupts` waits for that number of calls.
         """
         return False
 

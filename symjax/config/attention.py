@@ -140,7 +140,7 @@ class Attention(Keys):
     )
     feature_count: int = key(
         256,
-        "rows of the random projection per head, each of which gives one feature, or "
+        "rows of the random projection of a layer, each of which gives one feature, or "
         "two if hyperbolic or trigonometric; or number of t2r's features",
         least=1,
     )

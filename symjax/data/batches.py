@@ -171,8 +171,8 @@ def training_windows(
     another order and another shift of the cuts. A batch may begin in one epoch and end
     in the next. Every token is a target once per epoch, with two exceptions:
 
-    - up to two windows of tokens at the ends of the text, of each source of a mixture,
-      and of each shard of a stream;
+    - tokens at the two ends of the text, together at most two windows of them; the same
+      for each source of a mixture and each shard of a stream;
     - the first token of each document, if documents are separate and share no
       separator.
 

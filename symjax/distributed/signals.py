@@ -24,7 +24,8 @@ class Interrupts:
 
     With one process, the first signal (SIGINT or SIGTERM) is stored in `received`:
 
-    - during a step the run completes the step, saves it and ends;
+    - during a step the run completes the step, and the next one if it has been
+      started, saves and ends;
     - while the run waits for a batch it saves the last step and ends;
     - before the first step it ends without a checkpoint.
 

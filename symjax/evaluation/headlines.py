@@ -90,7 +90,7 @@ def _position(result: Result) -> Headlines:
 
 
 def _noise(result: Result) -> Headlines:
-    """Return the shares of the map A of each layer; those of branches are left out."""
+    """Return shares of the map A, means over layers; those of branches are left out."""
     rows = [row for row in result.values["noise"] if row["map"] == "A"]
     return {f"share on the {x}": _mean(rows, x) for x in ("answer", "context")}
 

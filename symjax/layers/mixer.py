@@ -185,9 +185,9 @@ class Mixer:
         the row's own position, which are empty or hold padding. The next tokens
         overwrite the padding.
 
-        Only the start of the cache is read: the whole, a half, a quarter and so on, but
-        at least 256 keys. The shortest one that holds all written keys is chosen. A
-        bias has an entry for each place of the cache.
+        What is read of the cache is the whole, or its first half, quarter and so on,
+        but at least 256 keys: the shortest of these that holds all written keys. A bias
+        has an entry for each place of the cache.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

@@ -157,8 +157,8 @@ class Guarded(NamedTuple):
 
     Attributes:
         taken, skipped: numbers of steps.
-        norm: running mean Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken; k counts
-            backwards from the last one.
+        norm: running mean Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken; k is
+            0 for the last of them, 1 for the one before.
         inner: state of the optimizer itself.
     """
 

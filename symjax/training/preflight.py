@@ -94,7 +94,7 @@ def data_folder(workdir: epath.Path) -> Path:
 def open_data(
     options: config.Config, workdir: epath.Path, meta: dict[str, Any] | None
 ) -> Examples:
-    """Open the data of a run. Process 0 packs them before the other processes call.
+    """Open the data of a run. Process 0 calls this first, and packs them if needed.
 
     Args:
         meta: metadata of the newest checkpoint; None if there is no checkpoint.

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# Denominators of rows are divided by exp(shift). For each feature, the exponent of the
-# query is added to the largest exponent of the state and of all keys of the chunk, also
-# of keys that the row does not see. The shift of a row is the largest of these sums. If
-# Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
+# The shift of a row is the largest, over features, of the query's exponent plus the
+# largest exponent of the state and of all keys of the chunk, also of keys that the row
+# does not see. Denominators are divided by exp(shift). If Σ |terms of the denominator|
+# is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
 UNDERFLOW = 1e-20
 
 
@@ -87,8 +87,7 @@ class Features(NamedTuple):
             it if features change sign but no pair has a negative weight. Then
             `recurrent.cancellation` subtracts a mean of the values from the state
             before a row reads it. In this mean the weight of a value is the sum of the
-            first n features of its key. Any positive weights would do; these sums are
-            in the state already.
+            first n features of its key: the state has these sums.
         centred: (φ(q), φ(k)) → other features with the same products, which cancel less
             because they are shifted by the mean of all keys. Only bidirectional
             attention can use them, since it knows all keys. In the result the first

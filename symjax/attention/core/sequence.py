@@ -4,8 +4,8 @@ All devices hold parts of time of the same length, in the order of the axis. Sco
 mechanisms need the keys of other devices. Recurrences need only the state after the
 tokens of the devices before.
 
-Nothing here uses `psum`. In a `jax.shard_map` with check_vma=False its gradient is
-summed over the devices again, so with n devices it is n times too large.
+Nothing here uses `psum`. In a `jax.shard_map` with check_vma=False its derivative is
+another `psum`, so with n devices a gradient is n times too large.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """

@@ -2,8 +2,9 @@
 
 In a chunk all rows divide a feature by its maximum over all keys of the chunk, so that
 the weights of pairs are one matrix product (`recurrent/normalised.py`). A row
-underflows if a later key has features more than e⁴⁶ times larger than those of the keys
-that the row sees: then the denominator of the row is below 1e-20.
+underflows if the sum of the |terms| of its denominator is below 1e-20 = e⁻⁴⁶. That can
+only happen if a later key has features e⁴⁶ times as large as all keys that the row
+sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
 For `Normalised` that is `exact_rows`, where each row divides by the largest feature of
@@ -36,9 +37,9 @@ def recompute_underflow(
 ) -> Any:
     """Return the rows of `fast`, and those of `exact` where a row underflowed.
 
-    The other rows are bitwise those of `fast`, so that no example depends on another
-    one. `exact` runs in a `jax.lax.cond`, once forward and once backward, and only if a
-    row underflowed.
+    If a row underflowed, `exact` computes all rows, in a `jax.lax.cond`, once forward
+    and once backward. Rows that did not underflow are still bitwise those of `fast`, so
+    that no example depends on another one.
 
     Args:
         fast: (visibility, inputs) → (rows, underflowed), with a bool for each row.

@@ -227,7 +227,7 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Return the state that the first rows of a chunk read, and its part in the next.
+    """Return the state that the first rows of a chunk read, and the part that remains.
 
     A state sums the tokens of one segment. The results also say which rows read the
     state before the chunk, and which tokens are in the state after it.

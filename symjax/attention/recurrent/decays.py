@@ -33,7 +33,7 @@ from symjax.attention.recurrent.chunks import Chunk, lower_triangle
 
 
 class ChunkDecays(NamedTuple):
-    """Log-decays of a chunk, and its scores, already multiplied by the decays.
+    """Log-decays of a chunk, and the scores of its pairs times their decays.
 
     F is 1 for decays per head, and H for decays per channel.
 

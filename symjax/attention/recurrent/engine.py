@@ -128,9 +128,9 @@ class InXla:
         """Return the same rows by one chunk after the other, in the least memory.
 
         GPU kernels of features call it in a `jax.lax.cond` if a row underflows. XLA
-        compiles both branches of the cond, and reserves memory for them. So all rows
-        are exact (`Normalised.exact`). That takes longer to run than rows that are
-        computed again if they underflow, but one program to compile instead of two.
+        compiles both branches of the cond, and reserves memory for them. All rows are
+        exact here (`Normalised.exact`): other rows need a second program for those that
+        underflow, and XLA would compile both in this branch.
         """
         recurrence = replace(cast(Any, self.recurrence), exact=True)
         state = _start("", recurrence, parameters, None, tokens)

@@ -181,7 +181,8 @@ class Normalised:
         """
         chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
-        # XLA compiles one kernel for queries and keys of one shape.
+        # Heads come before time, as in `chunk.key`: if both have the same shape, XLA
+        # compiles one kernel for their features.
         query = jnp.swapaxes(span.query, 1, 2).astype(dtype)
         query = self.features.query(query, parameters)
         heads = chunk.key.shape[1]

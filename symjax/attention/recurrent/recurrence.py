@@ -89,12 +89,14 @@ class Schedule(NamedTuple):
         on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
             Set it in two cases:
 
-            - `advance` has a branch that depends on data. A single GPU runs chunks as
-              further examples of the batch. Elsewhere `jax.vmap` runs them, which would
-              compute both sides of the branch.
-            - `effect` costs as much as `advance`. Then a TPU gains nothing: for a v5e
-              the compiler estimates 388 million cycles for the delta rule in parallel,
-              and 367 for one chunk after the other.
+            - `advance` has a branch that depends on data.
+            - `effect` costs as much as `advance`.
+
+            In the first case `jax.vmap`, which runs chunks in parallel on other
+            devices, would compute both sides of the branch. A single GPU runs chunks as
+            further examples of the batch. In the second case a TPU gains nothing: for a
+            v5e the compiler estimates 388 million cycles for the delta rule in
+            parallel, and 367 for one chunk after the other.
     """
 
     parallel_chunks: bool = True

@@ -171,8 +171,8 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
         )
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
-        # `part` moves the start of the last block back, so that it has `rows` rows too.
-        # Its first rows are also in the block before it: drop them here.
+        # A slice that would end after the last row begins earlier, so the last block
+        # has `rows` rows too. Its first rows are also in the block before: drop them.
         last = found[:, :, -1, steps * rows - length :]
         others = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
         outputs.append(jnp.concatenate([others, last], axis=2))
@@ -202,7 +202,7 @@ def _block(
     branches = [operands]
     if lam is not None:
         branches = [operands.branch(index, signals) for index in range(2)]
-    maps = []  # one array per branch: XLA would copy a joint array to split it
+    maps = []  # one map per branch: XLA would copy a map of both to split it
     for branch in branches:
         visible = branch.visibility.pairs()
         found = row_weights(

@@ -10,7 +10,7 @@ functions return averages of a measure:
 
     mean_by_layer     over windows of one length
     mean_over_rows    over the rows of windows of any length
-    mean_by_keys      separately for each number of tokens up to and including a row's
+    mean_by_keys      separately for each position of a row, counted from 1
 """
 
 from collections.abc import Callable, Collection

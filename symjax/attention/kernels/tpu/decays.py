@@ -5,8 +5,9 @@ So no digits are lost to a stronger decay of other tokens, and no factor is abov
 sum is the product of a matrix of 0 and 1 with log-decays, which are split into bfloat16
 parts: three parts for float32, which are exact, and two if the operands are bfloat16.
 
-A decay per channel is not one number per pair. As in `recurrent/decays.py`, the later
-half of each block of 2, 4, … 128 tokens reads the earlier half. The decay of a pair is
+A decay per channel is not one number per pair. The later half of each block of 2, 4, …
+128 tokens reads the earlier half (XLA's form in `recurrent/decays.py` has blocks of
+about √T tokens instead). The decay of a pair is
 the decay from the key to the boundary of the halves, times the decay from there to the
 query. Each level is one product of all 128 rows and keys, of which only the pairs of
 the level are used.

@@ -11,6 +11,7 @@ linear_state.py   the sums of linear attention, and rows read from them
 cancellation.py   rows read from a state whose features cancel
 bidirectional.py  linear attention of encoders: queries see all keys
 decays.py         products of decays inside a chunk: decay_causal and the delta rule
+decay_blocks.py   sums of log-decays in blocks of a chunk, scores by channel
 power_series.py   power series of the matrix QQᵀ of every prefix
 ridge.py          ridge regression: the Mesa layer, resolvents of QQᵀ
 triangular.py     triangular systems and factors of the tokens of a chunk

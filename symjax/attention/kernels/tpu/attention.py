@@ -1,8 +1,8 @@
 """Adapter of the TPU kernels for softmax and differential attention.
 
-`implementation="tpu"` interprets the kernels on other machines, for tests; that is
-slow. Like the ring, they have no forward-mode derivative (`jax.jvp`) and no second
-derivative. `implementation="rows"` has both.
+On a machine without a TPU, `implementation="tpu"` interprets the kernels. That is slow,
+and meant for tests. The kernels have no forward-mode derivative (`jax.jvp`) and no
+second derivative; `implementation="rows"` has both.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +17,13 @@ from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
-# Lanes of the queries that share a key head. The backward kernel keeps their gradients
-# in VMEM, where more lanes have no room.
-WIDEST = 2**14
+# Most lanes of all query heads that share a key head, together. The backward kernel
+# keeps their gradients in VMEM, which has no room for more.
+MOST_LANES = 2**14
 
 
 class TpuSoftmax(NamedTuple):
-    """Softmax attention and its differential form; interpreted on other machines."""
+    """The kernels of softmax and differential attention, with a call's settings."""
 
     settings: ScoreSettings
     interpret: Any = False
@@ -56,10 +56,10 @@ class TpuSoftmax(NamedTuple):
         if (size := max(query.shape[3], value.shape[3])) > LARGEST_HEAD:
             return f"it takes heads of at most {LARGEST_HEAD} dimensions, got {size}"
         lanes = -(-query.shape[3] // LANES) * LANES * (query.shape[1] // value.shape[1])
-        if lanes > WIDEST:
+        if lanes > MOST_LANES:
             return (
-                "for the queries of a key head it takes at most "
-                f"{WIDEST} lanes, got {lanes}"
+                f"query heads that share a key head, each padded to a multiple of "
+                f"{LANES} dimensions, have at most {MOST_LANES} lanes, got {lanes}"
             )
         return None
 
@@ -67,7 +67,6 @@ class TpuSoftmax(NamedTuple):
         return _attend(self.interpret or backend() != "tpu", self.settings, operands)
 
 
-# Outside `jax.jit` it compiles once for each shape.
 @on_any_mesh("interpret", "settings", specs=rows_spec)
 def _attend(
     interpret: Any, settings: ScoreSettings, operands: Operands

@@ -28,8 +28,9 @@ def row_sums(
 ) -> Float[Array, "B N maps T"]:
     """Return Σ_s w dw of every row and map, with its weights w and their gradients dw.
 
-    The sum equals change · (the output of the map). The output of the first map is
-    output + λ second. The sums of the second map are without its factor −λ.
+    The sum equals change · (the output of the map), where `change` is the gradient of
+    the output. The output of the first map is output + λ second. The sums of the second
+    map are without its factor −λ.
     """
     size = tiles.equal_block(plan.length, plan.block)
 
@@ -40,7 +41,7 @@ def row_sums(
     lam_spec = attention_plan.by_row(1, size, rows) if both else None
     sums = (plan.batch, plan.heads, plan.maps, plan.length)
     sums = result(change, sums, jnp.float32)
-    given = [change, output, second, lam]
+    arrays = [change, output, second, lam]
     return pl.pallas_call(
         _row_sums,
         out_shape=sums,
@@ -48,10 +49,10 @@ def row_sums(
         in_specs=[spec, spec, spec if both else None, lam_spec],
         out_specs=attention_plan.by_row(plan.maps, size, rows),
         compiler_params=tiles.compiler(3),
-        cost_estimate=tiles.estimate(0, 0, [*given, sums]),
+        cost_estimate=tiles.estimate(0, 0, [*arrays, sums]),
         interpret=plan.interpret,
         name="attention_row_sums",
-    )(*given)
+    )(*arrays)
 
 
 def _row_sums(change, output, second, lam, sums) -> None:
@@ -146,7 +147,7 @@ def _kernel(
     visits: BlockVisits,
     size: int,
     scalars,
-    given: AttentionOperands,
+    refs: AttentionOperands,
     change,
     normaliser,
     sums,
@@ -163,7 +164,7 @@ def _kernel(
     product for the gradient of queries needs a transpose.
     """
     example, block, group, stretch = (pl.program_id(i) for i in (0, 2, 3, 4))
-    keys, held = given.key.shape[0], given.query.shape[0] // size
+    keys, held = refs.key.shape[0], refs.query.shape[0] // size
     resident = pl.ds(stretch * held * size, held * size)
     first = (group == 0) & (stretch == 0)
     last = (group == pl.num_programs(3) - 1) & (stretch == pl.num_programs(4) - 1)
@@ -180,8 +181,8 @@ def _kernel(
 
     def step(i, masked: bool) -> None:
         at = pl.ds((i - stretch * held) * size, size)
-        key, value = given.key[...], given.value[...]
-        query, row_change, seen = given.query[at, :], change[at, :], None
+        key, value = refs.key[...], refs.value[...]
+        query, row_change, seen = refs.query[at, :], change[at, :], None
         if masked:
             row, column = i * size, block * keys
             key, value = (
@@ -190,16 +191,16 @@ def _kernel(
             query, row_change = (
                 attention_plan.within(x, row, plan.length) for x in (query, row_change)
             )
-            seen = _seen(plan, given, at, row, column, scalars[scalars.shape[0] - 1])
+            seen = _seen(plan, refs, at, row, column, scalars[scalars.shape[0] - 1])
         weights_change = tiles.product(value, row_change, tiles.ACROSS)
         for x in range(plan.maps):
-            own_query = attention_plan.part(query, plan.head_size, x)
-            own_key = attention_plan.part(key, plan.head_size, x)
-            weights = _weights(plan, given, x, at, own_query, own_key, normaliser)
+            own_query = attention_plan.branch(query, plan.head_size, x)
+            own_key = attention_plan.branch(key, plan.head_size, x)
+            weights = _weights(plan, refs, x, at, own_query, own_key, normaliser)
             combined = combined + weights if x else weights
             scores_change = weights * (weights_change - sums[x : x + 1, at])
-            if given.factor is not None:
-                scores_change *= given.factor[:, at]
+            if refs.factor is not None:
+                scores_change *= refs.factor[:, at]
             scores_change = _only(seen, scores_change).astype(query.dtype)
             lanes = slice(x * plan.head_size, (x + 1) * plan.head_size)
             key_lanes = lanes if plan.key_maps == 2 else slice(0, plan.head_size)
@@ -228,7 +229,7 @@ def _kernel(
 
 def _weights(
     plan: AttentionPlan,
-    given: AttentionOperands,
+    refs: AttentionOperands,
     x: int,
     at,
     query: Array,
@@ -237,16 +238,16 @@ def _weights(
 ) -> Float[Array, "k r"]:
     """Return the weights of map x. Those of the second map are multiplied by −λ."""
     scores = tiles.product(key, query, tiles.ACROSS) * (plan.scale * LOG2E)
-    if given.factor is not None:
-        scores *= given.factor[:, at]
+    if refs.factor is not None:
+        scores *= refs.factor[:, at]
     # Scores of 1e9 are rounded differently here and in the forward kernel. Without the
     # minimum exp2 of the difference could overflow.
     weights = jnp.exp2(jnp.minimum(scores - normaliser[x : x + 1, at], 0))
-    return weights * -given.lam[:, at] if x == 1 else weights
+    return weights * -refs.lam[:, at] if x == 1 else weights
 
 
 def _seen(
-    plan: AttentionPlan, given: AttentionOperands, at, row, column, first
+    plan: AttentionPlan, refs: AttentionOperands, at, row, column, first
 ) -> Bool[Array, "k r"]:
     """Return the visible pairs of a block of keys and a block of rows.
 
@@ -255,11 +256,11 @@ def _seen(
         first: the position of row 0.
     """
     intervals = exists = None
-    if given.rows is not None:
-        intervals = [given.rows[x : x + 1, at] for x in range(3)]
-    if given.exists is not None:
-        exists = tiles.column(given.exists[...])
-    shape = given.key.shape[0], at.size
+    if refs.rows is not None:
+        intervals = [refs.rows[x : x + 1, at] for x in range(3)]
+    if refs.exists is not None:
+        exists = tiles.column(refs.exists[...])
+    shape = refs.key.shape[0], at.size
     place = first + row, column, intervals, exists
     seen = attention_plan.visible(plan, 1, shape, *place)
     if plan.length % at.size:

@@ -88,7 +88,7 @@ def _kernel(
     visits: BlockVisits,
     keys: int,
     scalars,
-    given: AttentionOperands,
+    refs: AttentionOperands,
     output,
     second,
     normaliser,
@@ -101,7 +101,7 @@ def _kernel(
     The denominator of a row is kept as 128 partial sums, which are added at the end.
     """
     example, block, stretch = (pl.program_id(i) for i in (0, 2, 3))
-    size, held = given.query.shape[0], given.key.shape[0] // keys
+    size, held = refs.query.shape[0], refs.key.shape[0] // keys
 
     @pl.when(stretch == 0)
     def _():
@@ -111,24 +111,24 @@ def _kernel(
 
     def step(j, masked: bool) -> None:
         at = pl.ds((j - stretch * held) * keys, keys)
-        key, value = given.key[at, :], given.value[at, :]
+        key, value = refs.key[at, :], refs.value[at, :]
         if masked:
             intervals = exists = None
-            if given.rows is not None:
-                intervals = [tiles.column(given.rows[i : i + 1, :]) for i in range(3)]
-            if given.exists is not None:
-                exists = given.exists[:, at]
+            if refs.rows is not None:
+                intervals = [tiles.column(refs.rows[i : i + 1, :]) for i in range(3)]
+            if refs.exists is not None:
+                exists = refs.exists[:, at]
             value = attention_plan.within(value, j * keys, plan.keys)
             row = scalars[scalars.shape[0] - 1] + block * size
             place = row, j * keys, intervals, exists
             seen = attention_plan.visible(plan, 0, (size, keys), *place)
         for i in range(plan.maps):
-            query = attention_plan.part(given.query[...], plan.head_size, i)
-            own_key = attention_plan.part(key, plan.head_size, i)
+            query = attention_plan.branch(refs.query[...], plan.head_size, i)
+            own_key = attention_plan.branch(key, plan.head_size, i)
             scores = tiles.product(query, own_key, tiles.ACROSS)
             scores *= plan.scale * LOG2E
-            if given.factor is not None:
-                scores *= tiles.column(given.factor[...])
+            if refs.factor is not None:
+                scores *= tiles.column(refs.factor[...])
             if masked:
                 scores = jnp.where(seen, scores, -jnp.inf)
             old = running_max[i]
@@ -156,5 +156,5 @@ def _kernel(
             tiles.write_row(normaliser, i, logarithm)
         if plan.maps == 2:
             second[...] = results[1].astype(second.dtype)
-            results[0] -= tiles.column(given.lam[...]) * results[1]
+            results[0] -= tiles.column(refs.lam[...]) * results[1]
         output[...] = results[0].astype(output.dtype)

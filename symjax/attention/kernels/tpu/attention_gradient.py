@@ -30,7 +30,7 @@ The FLOPs of softmax at peak speed take 7.3.
 | rows in XLA (`attend_rows`)  | 41 to 118 | 166 to 335                  |
 
 Splash computes one map per call and has no length scale. The TPU attention of tokamax
-is a splash kernel. It is chosen by the default device, not at lowering, and it needs
+is a splash kernel. Tokamax chooses it by the default device, not at lowering, and needs
 Python 3.12.
 """
 
@@ -114,7 +114,7 @@ def attend_in_tiles(
     by_row = mask_self or runs is not None
     operands = with_limits(operands, seen, count, length_base, by_row)
     output: Array = _attend(plan, *vary_alike((operands, seen)))
-    return apart(plan, output, value)
+    return split_heads(plan, output, value)
 
 
 def plan_of_window(
@@ -192,9 +192,10 @@ def with_limits(
     )
 
 
-def apart(
+def split_heads(
     plan: AttentionPlan, output: Float[Array, "B T N*V"], value: Float[Array, "B S K V"]
 ) -> Float[Array, "B T N V"]:
+    """Return the heads of an output that are joined along lanes, without padding."""
     output = output.reshape(plan.batch, plan.length, plan.heads, -1)
     return output[..., : value.shape[-1]]
 

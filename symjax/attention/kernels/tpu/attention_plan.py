@@ -1,4 +1,4 @@
-"""Plan of a TPU attention kernel: blocks, their order, and the operands of each."""
+"""Plan of the TPU attention kernels: operands, their blocks, the order of blocks."""
 
 from collections.abc import Callable
 from functools import reduce
@@ -20,7 +20,7 @@ from symjax.attention.kernels.tpu.tiles import (
 
 
 class AttentionPlan(NamedTuple):
-    """The static half of a call."""
+    """Static settings of a call: sizes, scale, window and limits of blocks."""
 
     batch: int
     kv_heads: int
@@ -54,8 +54,10 @@ class AttentionPlan(NamedTuple):
 
 
 class AttentionOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads are joined along lanes; b is 1
-    where all examples are alike."""
+    """Arrays that both kernels read; in a kernel, the refs of their blocks.
+
+    Heads are joined along lanes. b is 1 where all examples are alike.
+    """
 
     query: Any  # [B T N·maps·H]
     key: Any  # [B S K·key_maps·H]
@@ -63,14 +65,14 @@ class AttentionOperands(NamedTuple):
     lam: Any  # [B N 1 T], or None
     factor: Any  # factor of each row's scores, [b 1 T], or None
     rows: Any  # as in `RowIntervals`, [b 3 T], or None
-    exists: Any  # 1 for keys that are not hidden, [b 1 S], or None
+    exists: Any  # 0 for keys that the padding mask hides, else 1: [b 1 S], or None
 
 
 class BlockVisits(NamedTuple):
     """Blocks that each block of rows (or of keys) visits, as scalars in SMEM."""
 
-    count: int
-    by_example: bool
+    count: int  # blocks that visit others
+    by_example: bool  # whether examples have visits of their own
 
     @classmethod
     def of(cls, bounds: Int[Array, "b 4 count"], first: Array):
@@ -95,9 +97,10 @@ class BlockVisits(NamedTuple):
 
 
 def held(plan: AttentionPlan, length: int, size: int, row: int) -> int:
-    """Return how many blocks of `size` rows are in VMEM at once.
+    """Return how many blocks of `size` rows (or keys) are in VMEM at once.
 
     Args:
+        length: number of rows.
         row: bytes of a row.
     """
     most = min(plan.resident, MOST_RESIDENT // row) // size
@@ -111,7 +114,7 @@ def specs(
     keys: Callable,
     sizes: tuple,
 ) -> AttentionOperands:
-    """Return the blocks of operands.
+    """Return the `BlockSpec` of each operand.
 
     Args:
         rows, keys: indices of the grid → example, head and block of rows or keys.
@@ -203,7 +206,7 @@ def visible(
     Args:
         row, key: positions of the first row and the first key.
         intervals: of each row, as in `RowIntervals`.
-        exists: of each key, whether it is not hidden.
+        exists: 0 for keys that the padding mask hides, else 1.
     """
     rows, keys = (
         jax.lax.broadcasted_iota(jnp.int32, shape, x) for x in (axis, 1 - axis)
@@ -223,14 +226,14 @@ def visible(
     return reduce(jnp.logical_and, tests)
 
 
-def part(x: Array, size: int, i: int) -> Array:
-    """Return the i-th branch of a head, or the only one."""
+def branch(x: Array, size: int, i: int) -> Array:
+    """Return the i-th branch of a head, or the head if it has one branch."""
     i = min(i, x.shape[1] // size - 1)
     return x[:, i * size : (i + 1) * size]
 
 
 def within(x: Array, start: Array, length: int) -> Array:
-    """Return the block that begins at `start`, with 0 beyond `length`."""
+    """Return the block x, which begins at `start`, with 0 beyond `length`."""
     if length % x.shape[0] == 0:
         return x
     index = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)

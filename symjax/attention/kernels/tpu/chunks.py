@@ -5,13 +5,14 @@ with the state in VMEM: from the first chunk in the forward kernel, from the las
 the backward kernel. The forward kernel can save the state before each chunk, which the
 backward kernel reads.
 
-Heads are in tiles of 128 lanes (`packed_heads.py`). Query heads that share a key head
-read the same blocks of keys and values. If heads are packed, each query head needs a
-copy of its keys and values.
+Heads are in tiles of 128 lanes. Query heads that share a key head read the same blocks
+of keys and values. If several heads are packed into one tile (`packed_heads.py`), each
+query head needs a copy of its keys and values.
 
-A kernel gets for each token an integer of flags and the number of its segment. It gets
-None if all tokens are visible and in one segment. `seen_in_chunk` computes the visible
-pairs of a chunk from both.
+The kernels of features (`features.py`) read an integer of flags and a segment number
+for each token; `seen_in_chunk` computes the visible pairs of a chunk from both. The
+kernels with decays (`gated.py`, `delta.py`) read neither: the first token of a segment
+has a log-decay that forgets the state.
 """
 
 from collections.abc import Callable, Sequence
@@ -97,7 +98,7 @@ class ChunkPlan(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Blocks of arrays. Iteration i of the kernel works on chunk `turn(i)`."""
+    """Blocks of the arrays of a call. Iteration i works on chunk `turn(i)`."""
 
     plan: ChunkPlan
     turn: Callable
@@ -148,11 +149,11 @@ class Kernels(NamedTuple):
     scratch: Callable[[ChunkPlan, Any], Sequence]  # float32 shapes, for each kernel
     cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs, exponentials, for each kernel
     dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
-    # Arrays like the float32 gradients other than those of query, key and value, and
-    # the blocks of these gradients.
+    # One pair for each further gradient, which is float32: an array of its shape, and
+    # its blocks.
     more: Callable[[Any, Any], list] = lambda operands, specs: []
-    shared: int = 3  # operands 1 to this one (exclusive) are those of key heads
-    # Chunks per iteration of the forward kernel. Above 1 the arrays that it saves have
+    shared: int = 3  # operands[1:shared] have one entry per key head
+    # Chunks per iteration of the forward kernel. Above 1 the blocks that it saves have
     # one more axis.
     together: int = 1
     # Whether policies of `jax.checkpoint` may save the residuals. Otherwise the
@@ -190,8 +191,8 @@ def backward(
     changes: list[Array],
     kept: list[Array],
 ) -> list[Array]:
-    """Return the gradients of query, key and value for each query head, and those of
-    the arrays in `Kernels.more`.
+    """Return the gradients of query, key and value for each query head, and the further
+    gradients of `Kernels.more`.
 
     If query heads share a key head, the gradients of key and value are float32, since
     they will be summed.
@@ -221,12 +222,12 @@ def _call(
     kernels: Kernels,
     back: int,
     plan: ChunkPlan,
-    given: list[Any],
+    arrays: list[Any],
     in_specs: list[Any],
     results: list[tuple],
     scratch: list[tuple],
 ) -> list[Array]:
-    operands = given[0]
+    operands = arrays[0]
     shapes = [result(operands.value, *x) for *x, _ in results]
     again = [operands[1 : kernels.shared]] * (plan.sharing - 1)
     flops, transcendentals = kernels.cost(plan, operands)[back]
@@ -239,10 +240,10 @@ def _call(
         out_specs=[spec for *_, spec in results],
         scratch_shapes=[pltpu.VMEM(*x) for x in (*scratch, *sums)],
         compiler_params=tiles.compiler(2, 1),
-        cost_estimate=tiles.estimate(flops, transcendentals, [given, shapes, again]),
+        cost_estimate=tiles.estimate(flops, transcendentals, [arrays, shapes, again]),
         interpret=plan.interpret,
         name=f"{kernels.name}_{('forward', 'backward')[back]}",
-    )(*given)
+    )(*arrays)
 
 
 # Bits of a token's flags; `ChunkVisibility` says what they mean.
@@ -252,13 +253,13 @@ VISIBLE, SEES, REACHES, JOINS, KEEPS = 1, 2, 4, 8, 16
 class ChunkVisibility(NamedTuple):
     """Visibility in a chunk. Columns [c 1] are 0 and 1, or None if all are 1."""
 
-    pairs: Bool[Array, "c c"]  # of a row and a key it may see, if no key is hidden
+    pairs: Bool[Array, "c c"]  # whether a row may see a key, if no key is hidden
     visible: Any = None  # whether the key of the token is visible
     sees: Any = None  # whether the row sees a key
-    segment: Any = None  # number of the token's segment
+    segment: Any = None  # number of the token's segment; None for one segment
     reaches: Any = None  # whether the row sees the state before the chunk
     joins: Any = None  # whether the key belongs to the state after the chunk
-    keeps: Any = None  # [1 1]: whether the state after the chunk includes that before
+    keeps: Any = None  # [1 1]: whether the old state is part of the new state
 
 
 def flags_and_segments(
@@ -270,7 +271,8 @@ def flags_and_segments(
 ) -> tuple[Int[Array, "B 1 length"] | None, Int[Array, "B 1 length"] | None]:
     """Return the flags and segments of tokens, padded to `length` with hidden tokens.
 
-    Both are None if no token is hidden and there is one segment.
+    Flags are None if no token is hidden and there is one segment. Segments are None if
+    there is one segment.
     """
     missing = length - query.shape[1]
     if not missing and visible is None and segment is None:

@@ -1,19 +1,22 @@
 """Decay factors of the pairs and of the state of a chunk, for recurrent kernels.
 
 Exponents are sums of log-decays. Sums are never subtracted and factors never divided.
-So no digits are lost to a stronger decay of other tokens, and no factor is above 1. A
-sum is the product of a matrix of 0 and 1 with log-decays, which are split into bfloat16
-parts: three parts for float32, which are exact, and two if the operands are bfloat16.
+So no digits are lost to a stronger decay of other tokens, and no factor is above 1. On
+the matrix unit a sum is the product of a matrix of 0 and 1 with log-decays, which are
+split into bfloat16 parts: three parts for float32, which are exact, and two if the
+operands are bfloat16.
 
-A decay per channel is not one number per pair. The later half of each block of 2, 4, …
-128 tokens reads the earlier half (XLA's form in `recurrent/decays.py` has blocks of
-about √T tokens instead). The decay of a pair is
-the decay from the key to the boundary of the halves, times the decay from there to the
-query. Each level is one product of all 128 rows and keys, of which only the pairs of
-the level are used.
+A decay per channel is not one number per pair. A chunk is split into blocks of 2, 4, …
+128 tokens, and each size is a level. (In XLA, `recurrent/decays.py` splits it into
+blocks of one size, about the root of its length.) In each block the later half reads
+the earlier half. The decay of a pair is the decay from the key to the boundary of the
+halves, times the decay from there to the query. Each level is one product of all 128
+rows and keys, of which only the pairs of the level are used.
 
-A decay per head multiplies the scores of all pairs, by one exponential each. With L the
-pairs u ≤ t and U the pairs u > s, the exponents are L diag(g) U.
+A decay per head multiplies the scores of all pairs, by one exponential each. With the
+log-decays g, a matrix L that is 1 where u ≤ t (row t, column u) and a matrix U that is
+1 where u > s (row u, column s), the exponents are L diag(g) U. Both matrices are 0
+elsewhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +49,7 @@ class Fading:
     head. This base class is for chunks without a decay.
     """
 
-    levels: Sequence[int] = (ALL,)  # of pairs, beside DIAGONAL
+    levels: Sequence[int] = (ALL,)  # levels of pairs, without DIAGONAL
     since: Any = 1.0  # [c P·H], from the chunk's start through each token
     until: Any = 1.0  # [c P·H], after each token through the chunk's end
 
@@ -205,22 +208,22 @@ class ByHead(Fading):
         return found
 
 
-def fading_of(plan: ChunkPlan, given: Any) -> Fading:
-    """Return the factors of a chunk, by the operands of a kernel (`GatedOperands`)."""
-    if given.by_channel is not None:
-        return ByChannel(plan, given.by_channel, given.sums)
-    if given.by_head is None:
+def fading_of(plan: ChunkPlan, refs: Any) -> Fading:
+    """Return the factors of a chunk, from the `GatedOperands` of a kernel."""
+    if refs.by_channel is not None:
+        return ByChannel(plan, refs.by_channel, refs.sums)
+    if refs.by_head is None:
         return Fading(plan)
-    return ByHead(plan, given.by_head, given.levels, PARTS[given.value.dtype.name])
+    return ByHead(plan, refs.by_head, refs.levels, PARTS[refs.value.dtype.name])
 
 
 def constants(by_channel: bool) -> tuple[Array | None, Array]:
     """Return the matrices that sum log-decays, and the level of each pair.
 
     Returns:
-        sums: [2 LEVELS+2 c c], of 0 and 1, and their transposes; None for decays per
-            head.
-        levels: [2 c c], of rows and keys, and of keys and rows.
+        sums: [2 LEVELS+2 c c]: matrices of 0 and 1, and their transposes; None for
+            decays per head.
+        levels: [2 c c]: a matrix with a row per query, and one with a row per key.
     """
     row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)
     levels = np.frexp(row ^ other)[1] - 1  # the highest bit that differs; -1: none
@@ -239,7 +242,7 @@ def constants(by_channel: bool) -> tuple[Array | None, Array]:
 
 
 def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
-    """Return the pairs of a level: of rows and keys, or if `turned`, keys and rows."""
+    """Return the pairs of a level, with a row per query; if `turned`, a row per key."""
     found = levels[turned]
     if level == ALL:
         return (found != DIAGONAL) & (found != LATER)
@@ -248,37 +251,37 @@ def pairs_of(levels: Any, level: int, turned: int = 0) -> Bool[Array, "c c"]:
 
 def scores_of(
     plan: ChunkPlan,
-    given: Any,
+    refs: Any,
     fading: Fading,
     reading: Float[Array, "c P*H"],
     key: Float[Array, "c P*H"],
     with_own: bool = True,
 ) -> list[Float[Array, "c c"]]:
-    """Return x_t·k_s times the decay from s to t, of each head, for s ≤ t.
+    """Return for each head x_t·k_s times the decay from s to t, for s ≤ t.
 
     Args:
         reading: x, queries or keys that read the state.
         with_own: whether to include s = t.
     """
-    dtype, found = given.value.dtype, []
+    dtype, found = refs.value.dtype, []
     faded = [(key * factor).astype(dtype) for factor in fading.factors]
     for i in range(plan.packed):
         mine = own(reading, plan.head_size, i)
         scores = jnp.zeros((BLOCK, BLOCK), jnp.float32)
         if with_own:
             whole = product(mine.astype(dtype), key.astype(dtype), ACROSS)
-            scores = jnp.where(pairs_of(given.levels, DIAGONAL), whole, scores)
+            scores = jnp.where(pairs_of(refs.levels, DIAGONAL), whole, scores)
         rows = [(mine * factor).astype(dtype) for factor in fading.factors]
         by_level = [product(x, y, ACROSS) for x, y in zip(rows, faded, strict=True)]
         for level, x in zip(fading.levels, by_level, strict=True):
-            scores = jnp.where(pairs_of(given.levels, level), x, scores)
+            scores = jnp.where(pairs_of(refs.levels, level), x, scores)
         found.append(scores * fading.weights[i])
     return found
 
 
 def through_pairs(
     plan: ChunkPlan,
-    given: Any,
+    refs: Any,
     fading: Fading,
     readers: list[Float[Array, "c P*H"]],
     key: Float[Array, "c P*H"],
@@ -319,7 +322,7 @@ def through_pairs(
             for j, x in enumerate(reading):
                 row = own(x, plan.head_size, i).astype(dtype)
                 by_row, by_key = (
-                    jnp.where(pairs_of(given.levels, level, turned), y, 0).astype(dtype)
+                    jnp.where(pairs_of(refs.levels, level, turned), y, 0).astype(dtype)
                     for turned, y in enumerate(gradients[i][j])
                 )
                 of_reading[j] += product(by_row, past, PLAIN)
@@ -344,11 +347,12 @@ def through_pairs(
     return changes, key_change, decay_change
 
 
-def exponents(plan: ChunkPlan, operands: Any) -> list[tuple[int, int]]:
+def decay_costs(plan: ChunkPlan, operands: Any) -> list[tuple[int, int]]:
     """Return the costs of log-decays in the forward and the backward kernel.
 
-    Each is a pair: the MXU passes of a chunk for sums, and the exponentials per token
-    of packed heads. A pass is a product of 128 rows with a tile of 128 columns.
+    Each is a pair: the MXU passes that sum the log-decays of a chunk, and the
+    exponentials of one token for all heads of a tile. A pass is a product of 128 rows
+    with a tile of 128 columns.
     """
     width = plan.widths[1]
     if operands.by_channel is not None:

@@ -1,14 +1,16 @@
 """TPU kernels of the delta rule, with or without decays.
 
-Operands, states and residuals are those of `gated.py`. The tokens of a chunk write u,
-with (I + A) u = β (v − k S). The inverse X of this unit-triangular matrix is computed
-for blocks of 2, 4, … 128 rows, each from two blocks of half the size as in
-`recurrent/triangular.py`. Each level is X − X A X, with only the pairs of the level in
-A. Inverses are saved for the backward pass.
+Operands and states are those of `gated.py`. The tokens of a chunk write u, with
+(I + A) u = β (v − k S), where S is the state before the chunk and A is β k kᵀ times
+decays, below its diagonal. The inverse X of I + A is computed for blocks of 2, 4, … 128
+rows, each from two blocks of half the size as in `recurrent/triangular.py`. Each level
+is X − X A X, with only the pairs of the level in A. The forward kernel saves inverses
+for the backward pass, besides the state before each chunk.
 
-The products of an inverse depend on each other. With two chunks, and all packed heads,
-in parallel a chunk of a head of 64 takes 1,796 bundles of v5e instead of 4,035, and one
-of 128 takes 2,804 instead of 4,556.
+The products that compute one inverse depend on each other. So the forward kernel
+computes the inverses of two chunks, and of all heads of a tile, in parallel. A chunk of
+a head of 64 then takes 1,796 bundles of v5e instead of 4,035, and one of a head of 128
+takes 2,804 instead of 4,556.
 """
 
 from functools import reduce
@@ -49,7 +51,7 @@ TOGETHER = 2  # chunks per iteration of the delta rule's forward kernel
 
 def _forward(
     plan: ChunkPlan,
-    given: GatedOperands,
+    refs: GatedOperands,
     output: Any,
     before: Any,
     inverse: Any,
@@ -59,7 +61,7 @@ def _forward(
     def _():
         state[...] = jnp.zeros_like(state)
 
-    chunks = [given.chunk(i) for i in range(TOGETHER)]
+    chunks = [refs.chunk(i) for i in range(TOGETHER)]
     fadings = [fading_of(plan, chunk) for chunk in chunks]
     pairs, matrices = [], []
     for chunk, fading in zip(chunks, fadings, strict=True):
@@ -67,7 +69,7 @@ def _forward(
         pairs.append(_pairs(plan, chunk, fading, query, key))
         for i, of_key in enumerate(pairs[-1][1]):
             matrices.append(column(chunk.beta[i : i + 1, :]) * of_key)
-    for i, x in enumerate(_inverses(given, matrices)):
+    for i, x in enumerate(_inverses(refs, matrices)):
         inverse[divmod(i, plan.packed)] = x
     for i, chunk in enumerate(chunks):
         rows = output.at[pl.ds(i * BLOCK, BLOCK)]
@@ -77,7 +79,7 @@ def _forward(
 
 def _advance(
     plan: ChunkPlan,
-    given: GatedOperands,
+    refs: GatedOperands,
     fading: Fading,
     pairs: list[list[Array]],
     output: Any,
@@ -86,11 +88,11 @@ def _advance(
     state: Any,
 ) -> None:
     before[...] = state[...].astype(before.dtype)
-    query, key, value = (x[...].astype(jnp.float32) for x in given[:3])
-    dtype = given.value.dtype
+    query, key, value = (x[...].astype(jnp.float32) for x in refs[:3])
+    dtype = refs.value.dtype
     reading = [(x * fading.since).astype(dtype) for x in (query, key)]
     rows, held = (product(x, before[...], ACROSS) for x in reading)
-    change = _written(plan, given, inverse, value - held)
+    change = _written(plan, refs, inverse, value - held)
     for i, of_query in enumerate(pairs[0]):
         mine = own(change, plan.value_size, i).astype(dtype)
         rows += product(of_query.astype(dtype), mine, PLAIN)
@@ -101,13 +103,13 @@ def _advance(
 
 def _backward(
     plan: ChunkPlan,
-    given: GatedOperands,
+    refs: GatedOperands,
     change: Any,
     before: Any,
     inverse: Any,
     *results: Any,
 ) -> None:
-    """Write the gradients of a chunk, as the kernel of decays does.
+    """Write the gradients of a chunk.
 
     Args:
         results: the gradients of query, key, value, log-decays if there are any, β, and
@@ -120,17 +122,17 @@ def _backward(
         state_change[...] = jnp.zeros_like(state_change)
 
     query, key, value, change = (
-        x[...].astype(jnp.float32) for x in (*given[:3], change)
+        x[...].astype(jnp.float32) for x in (*refs[:3], change)
     )
-    dtype = given.value.dtype
-    fading = fading_of(plan, given)
+    dtype = refs.value.dtype
+    fading = fading_of(plan, refs)
     since, until = fading.since, fading.until
     reading, joining = (query * since, key * since), key * until
     later = state_change[...].astype(dtype)
     wanted = value - product(reading[1].astype(dtype), before[...], ACROSS)
-    written = _written(plan, given, inverse, wanted)
+    written = _written(plan, refs, inverse, wanted)
     of_written = product(joining.astype(dtype), later, ACROSS)
-    pairs = _pairs(plan, given, fading, query, key)
+    pairs = _pairs(plan, refs, fading, query, key)
     for i, (of_query, of_key) in enumerate(zip(*pairs, strict=True)):
         mine = own(change, plan.value_size, i).astype(dtype)
         of_written += product(of_query.astype(dtype), mine, TURNED)
@@ -139,17 +141,17 @@ def _backward(
     right = jnp.zeros_like(of_written)
     for i in range(plan.packed):
         mine = own(of_written, plan.value_size, i)
-        right += _precise_product(given, inverse[i], mine, TURNED)
+        right += _precise_product(refs, inverse[i], mine, TURNED)
     for i in range(plan.packed):
         of_beta = own(right * wanted, plan.value_size, i)
         write_row(beta_out, i, of_beta.sum(axis=1, keepdims=True))
-    of_value = right * _by_head(plan, given, right.shape)
+    of_value = right * _by_head(plan, refs, right.shape)
     value_out[...] = of_value.astype(value_out.dtype)
 
     rows = [change.astype(dtype), (-of_value).astype(dtype)]  # of queries, and of keys
     u = written.astype(dtype)
     (query_change, of_reading), key_change, decay_change = through_pairs(
-        plan, given, fading, [query, key], key, rows, u, pairs
+        plan, refs, fading, [query, key], key, rows, u, pairs
     )
     key_change += of_reading
     of_query, of_key = (product(x, before[...], PLAIN) for x in rows)
@@ -173,12 +175,12 @@ def _backward(
 
 
 def _pairs(
-    plan: ChunkPlan, given: GatedOperands, fading: Fading, query: Array, key: Array
+    plan: ChunkPlan, refs: GatedOperands, fading: Fading, query: Array, key: Array
 ) -> list[list[Float[Array, "c c"]]]:
     """Return the scores of each head times decays: q_t·k_s for s ≤ t, and k_t·k_s for
     s < t."""
-    of_keys = scores_of(plan, given, fading, key, key, with_own=False)
-    return [scores_of(plan, given, fading, query, key), of_keys]
+    of_keys = scores_of(plan, refs, fading, key, key, with_own=False)
+    return [scores_of(plan, refs, fading, query, key), of_keys]
 
 
 def _precise_passes(operands: GatedOperands) -> int:
@@ -186,21 +188,21 @@ def _precise_passes(operands: GatedOperands) -> int:
 
 
 def _precise_product(
-    given: GatedOperands, a: Array, b: Array, dimensions: tuple
+    refs: GatedOperands, a: Array, b: Array, dimensions: tuple
 ) -> Array:
     """Return the product of float32 arrays.
 
     If the operands of the kernel are bfloat16, it keeps 16 of the 24 bits of a factor,
     in three MXU passes instead of six.
     """
-    if given.value.dtype != jnp.bfloat16:
+    if refs.value.dtype != jnp.bfloat16:
         return product(a, b, dimensions)
     high, low = zip(*(in_parts(x, 2) for x in (a, b)), strict=True)
     pairs = (high[0], low[1]), (low[0], high[1]), (high[0], high[1])
     return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
 
 
-def _inverses(given: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:
+def _inverses(refs: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:
     """Return (I + A)⁻¹ for each matrix, whose part below the diagonal is A.
 
     A level of one inverse needs the level before. So each level is computed for all
@@ -208,39 +210,39 @@ def _inverses(given: GatedOperands, matrices: list[Array]) -> list[Float[Array, 
     """
     found = []
     for matrix in matrices:
-        first = jnp.where(pairs_of(given.levels, 0), -matrix, 0)
-        found.append(jnp.where(pairs_of(given.levels, DIAGONAL), 1.0, first))
+        first = jnp.where(pairs_of(refs.levels, 0), -matrix, 0)
+        found.append(jnp.where(pairs_of(refs.levels, DIAGONAL), 1.0, first))
     for level in range(1, LEVELS):
-        keep = pairs_of(given.levels, level)
+        keep = pairs_of(refs.levels, level)
         corners = [jnp.where(keep, x, 0) for x in matrices]
         right = [
-            _precise_product(given, x, y, PLAIN)
+            _precise_product(refs, x, y, PLAIN)
             for x, y in zip(corners, found, strict=True)
         ]
         found = [
-            x - _precise_product(given, x, y, PLAIN)
+            x - _precise_product(refs, x, y, PLAIN)
             for x, y in zip(found, right, strict=True)
         ]
     return found
 
 
 def _written(
-    plan: ChunkPlan, given: GatedOperands, inverse: Any, wanted: Array
+    plan: ChunkPlan, refs: GatedOperands, inverse: Any, wanted: Array
 ) -> Array:
     """Return u, which each token adds to the state at its key."""
-    right = wanted * _by_head(plan, given, wanted.shape)
+    right = wanted * _by_head(plan, refs, wanted.shape)
     total = jnp.zeros_like(right)
     for i in range(plan.packed):
         mine = own(right, plan.value_size, i)
-        total += _precise_product(given, inverse[i], mine, PLAIN)
+        total += _precise_product(refs, inverse[i], mine, PLAIN)
     return total
 
 
 def _by_head(
-    plan: ChunkPlan, given: GatedOperands, shape: tuple
+    plan: ChunkPlan, refs: GatedOperands, shape: tuple
 ) -> Float[Array, "c P*V"]:
     """Return β of each token, in the lanes of its head."""
-    betas = [column(given.beta[i : i + 1, :]) for i in range(plan.packed)]
+    betas = [column(refs.beta[i : i + 1, :]) for i in range(plan.packed)]
     return in_lanes(betas, shape)
 
 

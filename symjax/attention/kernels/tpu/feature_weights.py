@@ -27,26 +27,29 @@ EMPTY = -1e30  # the running maximum before the first key
 
 
 class FeatureOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads are joined along lanes.
+    """Arrays that both kernels read; in a kernel, the refs of their blocks.
 
-    If XLA computes the features, they take the places of query and key, in float32.
-    None is negative, and those of hidden keys are 0.
+    Heads are joined along lanes. If XLA computes the features, `query` and `key` are
+    features, in float32. No feature is negative, and those of hidden keys are 0.
     """
 
     query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
-    # Rows of the projection of packed heads, times √scale log₂ e: [parts M H]. None if
-    # XLA computes the features.
+    # Rows of the random projection of the P heads of a tile, times √scale log₂ e:
+    # [parts P·M P·H]. None if XLA computes the features.
     rows: Any
-    offset: Any  # added to all exponents, [1 M] of packed heads
+    offset: Any  # added to all exponents, [1 P·M]
     norm: Any  # [1], a factor of |k|²; the product is subtracted from a key's exponents
     flags: Any  # [B 1 T], or None if all tokens are visible and of one segment
     segment: Any  # [B 1 T], or None
 
 
 class Weights(NamedTuple):
-    """Weights of the features of one head in a chunk; all are at most 1."""
+    """Weights of the features of one head in a chunk.
+
+    All are at most 1, unless XLA computes the features.
+    """
 
     row: Float[Array, "c M"]
     key: Float[Array, "c M"]
@@ -62,26 +65,27 @@ def width(plan: ChunkPlan) -> int:
 
 
 def lane_of_ones(plan: ChunkPlan, head: int) -> int:
+    """Return a lane of the ones beside the values of a head."""
     if plan.packed == 1:
         return plan.value_size
     return (head + 1) % plan.packed * plan.value_size
 
 
-def features(plan: ChunkPlan, given: FeatureOperands) -> int:
+def features(plan: ChunkPlan, operands: FeatureOperands) -> int:
     """Return the number of features of a head, in whole tiles."""
-    if given.rows is None:
+    if operands.rows is None:
         return plan.widths[1]
-    return given.rows.shape[1] // plan.packed
+    return operands.rows.shape[1] // plan.packed
 
 
-def features_of(plan: ChunkPlan, given: FeatureOperands, head: int) -> slice:
-    count = features(plan, given)
+def features_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> slice:
+    count = features(plan, refs)
     return slice(head * count, (head + 1) * count)
 
 
-def dtype_of(given: FeatureOperands) -> Any:
+def dtype_of(operands: FeatureOperands) -> Any:
     """Return the dtype of features in products: float32 if XLA computes them."""
-    return jnp.float32 if given.rows is None else given.value.dtype
+    return jnp.float32 if operands.rows is None else operands.value.dtype
 
 
 def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
@@ -89,42 +93,48 @@ def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
     return x if plan.packed == 1 else packed_heads.own(x, plan.value_size, head)
 
 
-def exponents(plan: ChunkPlan, given: FeatureOperands) -> list[Float[Array, "c P*M"]]:
-    """Return the base-2 exponents of query and key features, or the given features.
+def exponents(plan: ChunkPlan, refs: FeatureOperands) -> list[Float[Array, "c P*M"]]:
+    """Return the base-2 exponents of query and key features.
+
+    If XLA computes the features, return the features.
 
     The last axis has the features of one packed head after those of the other.
     """
-    if given.rows is None:
-        return [given.query[...], given.key[...]]
+    if refs.rows is None:
+        return [refs.query[...], refs.key[...]]
     query, key = (
-        added(product(x[...], y, ACROSS) for y in projection(given)) + given.offset[...]
-        for x in (given.query, given.key)
+        added(product(x[...], y, ACROSS) for y in projection(refs)) + refs.offset[...]
+        for x in (refs.query, refs.key)
     )
-    square = given.key[...].astype(jnp.float32) ** 2
+    square = refs.key[...].astype(jnp.float32) ** 2
     norms = [
-        own_head(plan, square, head).sum(axis=-1, keepdims=True) * given.norm[0]
+        own_head(plan, square, head).sum(axis=-1, keepdims=True) * refs.norm[0]
         for head in range(plan.packed)
     ]
-    parts = [key[:, features_of(plan, given, i)] - norm for i, norm in enumerate(norms)]
+    parts = [key[:, features_of(plan, refs, i)] - norm for i, norm in enumerate(norms)]
     return [query, jnp.concatenate(parts, axis=1)]
 
 
 def exponents_of(
     plan: ChunkPlan,
-    given: FeatureOperands,
+    refs: FeatureOperands,
     seen: ChunkVisibility,
     both: list[Array],
     head: int,
 ) -> list[Float[Array, "c M"]]:
-    """Return the exponents of one head, with −∞ for hidden keys."""
-    if given.rows is None:
+    """Return the exponents of one head, with −∞ for hidden keys.
+
+    Args:
+        both: the result of `exponents`.
+    """
+    if refs.rows is None:
         return [own_head(plan, x, head) for x in both]
-    query, key = (x[:, features_of(plan, given, head)] for x in both)
+    query, key = (x[:, features_of(plan, refs, head)] for x in both)
     return [query, where(seen.visible, key, -jnp.inf)]
 
 
-def projection(given: FeatureOperands) -> list[Float[Array, "P*M P*H"]]:
-    return [given.rows[i] for i in range(given.rows.shape[0])]
+def projection(refs: FeatureOperands) -> list[Float[Array, "P*M P*H"]]:
+    return [refs.rows[i] for i in range(refs.rows.shape[0])]
 
 
 def added(parts: Iterable[Array]) -> Array:
@@ -132,14 +142,14 @@ def added(parts: Iterable[Array]) -> Array:
 
 
 def weights_of(
-    given: FeatureOperands, seen: ChunkVisibility, query: Array, key: Array, old: Array
+    refs: FeatureOperands, seen: ChunkVisibility, query: Array, key: Array, old: Array
 ) -> Weights:
     """Return the weights of a head's features in a chunk.
 
     Weights of `key` and `fade` are relative to the highest exponent of the chunk and
     the state before it; `joining` and `left` to the running maximum `after` the chunk.
     """
-    if given.rows is None:
+    if refs.rows is None:
         same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
         return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
     highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
@@ -187,7 +197,7 @@ def pick(x: Array, t) -> Array:
 
 def for_each_underflow(
     plan: ChunkPlan,
-    given: FeatureOperands,
+    refs: FeatureOperands,
     underflows: list[Float[Array, "c 1"]],
     recompute: Any,
 ) -> None:
@@ -197,14 +207,14 @@ def for_each_underflow(
         underflows: for each head, 1 for rows that underflow and 0 for others.
     """
 
-    if given.rows is None:
+    if refs.rows is None:
         return
 
     @pl.when(added(underflows).max() > 0)
     def _():
-        seen, both = seen_by(given), exponents(plan, given)
+        seen, both = seen_by(refs), exponents(plan, refs)
         for head in range(plan.packed):
-            query, key = exponents_of(plan, given, seen, both, head)
+            query, key = exponents_of(plan, refs, seen, both, head)
             step = partial(recompute, head, seen, query, key)
 
             def body(t, _, some=underflows[head], step=step) -> None:
@@ -213,16 +223,14 @@ def for_each_underflow(
             jax.lax.fori_loop(0, plan.block, body, None)
 
 
-def seen_by(given: FeatureOperands) -> ChunkVisibility:
-    return seen_in_chunk(given.query.shape[0], given.flags, given.segment)
+def seen_by(refs: FeatureOperands) -> ChunkVisibility:
+    return seen_in_chunk(refs.query.shape[0], refs.flags, refs.segment)
 
 
-def values_of(
-    plan: ChunkPlan, given: FeatureOperands, head: int
-) -> Float[Array, "c w"]:
+def values_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> Float[Array, "c w"]:
     """Return the values of a head with ones beside them, in the dtype of products."""
-    value = given.value[...]
-    return beside(plan, value.astype(dtype_of(given)), head, 1)
+    value = refs.value[...]
+    return beside(plan, value.astype(dtype_of(refs)), head, 1)
 
 
 def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:
@@ -235,13 +243,13 @@ def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c 
 
 
 def joined(plan: ChunkPlan, heads: list[Array], size: int) -> Array:
-    """Return one array with the own lanes of each packed head."""
+    """Return one array in which each packed head fills its own lanes."""
     if plan.packed == 1:
         return heads[0][:, :size]
     return added(own_head(plan, x, i) for i, x in enumerate(heads))
 
 
 def ones_of(plan: ChunkPlan, rows: Any, head: int) -> Float[Array, "c 1"]:
-    """Return the sum of the weights of a head."""
+    """Return the sum of the weights of each row of a head."""
     lane = lane_of_ones(plan, head)
     return rows[head, :, lane : lane + 1]

@@ -1,7 +1,7 @@
 """Causal Performer and linear attention as TPU kernels.
 
-The kernels compute the features of the Performer and never store them. XLA computes all
-other features.
+The kernels compute random features that are exponentials, as in the Performer, and
+never store them. XLA computes elementwise features.
 
 The forward and the backward kernel each pass over the chunks of time once
 (`chunks.py`). The state of a head, features × values, stays in VMEM. It is transposed,
@@ -11,16 +11,16 @@ which is exact. The forward kernel saves the state before each chunk with its ru
 maxima, and 1 / denominator of each row. If the kernels compute the features, the state
 is saved in the dtype of the operands, and otherwise in float32.
 
-Values have a lane of ones beside them, so that one product gives numerator and
-denominator. Two heads of 64 are in one tile of 128 lanes, in the layout of the
-projections. Their projection is block-diagonal, and the ones of one head are in a lane
-of the other head's values.
+Values have lanes of ones beside them, so that one product gives numerator and
+denominator. Two heads of 64 share a tile of 128 lanes (`packed_heads.py`). Their random
+projection is then block-diagonal, and the ones of one head are in the lanes of the
+other head's values.
 
 Operands of products keep their dtype, and float32 products keep all bits. Sums are
-float32. With bfloat16 operands the projection is split into two bfloat16 parts, because
-the absolute error of an exponent is a relative error of the feature. A row underflows
-if a later key of its chunk is much larger than the keys that the row sees. The kernel
-then computes the row again, relative to its own highest exponent.
+float32. With bfloat16 operands the random projection is split into two bfloat16 parts,
+because the absolute error of an exponent is a relative error of the feature. A row
+underflows if a later key of its chunk is much larger than the keys that the row sees.
+The kernel then computes the row again, relative to its own highest exponent.
 """
 
 from typing import Any
@@ -76,7 +76,7 @@ from symjax.attention.kernels.tpu.tiles import (
 
 def _forward(
     plan: ChunkPlan,
-    given: FeatureOperands,
+    refs: FeatureOperands,
     output,
     inverse,
     before,
@@ -92,19 +92,19 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
-    seen, both = seen_by(given), exponents(plan, given)
+    seen, both = seen_by(refs), exponents(plan, refs)
     underflows = []
     for head in range(plan.packed):
-        query, key = exponents_of(plan, given, seen, both, head)
-        weights = weights_of(given, seen, query, key, highest[head : head + 1, :])
-        values = values_of(plan, given, head)
+        query, key = exponents_of(plan, refs, seen, both, head)
+        weights = weights_of(refs, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, refs, head)
         dtype = values.dtype
         row, past = weights.row.astype(dtype), faded(before[head], weights.fade)
         scores = product(row, weights.key.astype(dtype), ACROSS)
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
         earlier = where(seen.reaches, product(row, past, ACROSS), 0)
         rows[head] = product(scores, values, PLAIN) + earlier
-        least = 0.0 if given.rows is None else UNDERFLOW
+        least = 0.0 if refs.rows is None else UNDERFLOW
         underflows.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
             underflows[head] *= seen.sees
@@ -116,13 +116,13 @@ def _forward(
         head: int, seen: ChunkVisibility, query: Array, key: Array, t
     ) -> None:
         own, past = exact_weights(t, seen, query, key, highest[head : head + 1, :])
-        values = values_of(plan, given, head).astype(jnp.float32)
+        values = values_of(plan, refs, head).astype(jnp.float32)
         near = (own.sum(axis=-1, keepdims=True) * values).sum(axis=0, keepdims=True)
-        past = jnp.broadcast_to(past, (8, features(plan, given)))
+        past = jnp.broadcast_to(past, (8, features(plan, refs)))
         earlier = product(past, before[head].astype(jnp.float32), ACROSS)
         rows[head, pl.ds(t, 1), :] = near + earlier[:1]
 
-    for_each_underflow(plan, given, underflows, recompute)
+    for_each_underflow(plan, refs, underflows, recompute)
     results = []
     for head in range(plan.packed):
         total = ones_of(plan, rows, head)
@@ -134,7 +134,7 @@ def _forward(
 
 def _backward(
     plan: ChunkPlan,
-    given: FeatureOperands,
+    refs: FeatureOperands,
     change,
     output,
     inverse,
@@ -159,12 +159,12 @@ def _backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
-    seen, both = seen_by(given), exponents(plan, given)
+    seen, both = seen_by(refs), exponents(plan, refs)
     scales, changes = [], []
     for head in range(plan.packed):
-        query, key = exponents_of(plan, given, seen, both, head)
-        weights = weights_of(given, seen, query, key, highest[head : head + 1, :])
-        values = values_of(plan, given, head)
+        query, key = exponents_of(plan, refs, seen, both, head)
+        weights = weights_of(refs, seen, query, key, highest[head : head + 1, :])
+        values = values_of(plan, refs, head)
         dtype, past = values.dtype, faded(before[head], weights.fade)
         changes.append(_of_row(plan, change[...], output[...], head))
         read = where(seen.reaches, changes[head], 0).astype(dtype)
@@ -178,7 +178,7 @@ def _backward(
         later = state_change[head].astype(dtype)
         of_query = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
         near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
-        if given.rows is None:
+        if refs.rows is None:
             query_change[head] = of_query * scales[head]
             key_change[head] = near + where(seen.joins, far, 0)
         else:
@@ -195,7 +195,7 @@ def _backward(
     ) -> None:
         state = before[head].astype(jnp.float32)
         own, past = exact_weights(t, seen, query, key, highest[head : head + 1, :])
-        values = values_of(plan, given, head).astype(jnp.float32)
+        values = values_of(plan, refs, head).astype(jnp.float32)
         grow = pick(changes[head], t) * -pick(scales[head], t)
         pairs = own * (values * grow).sum(axis=-1, keepdims=True)
         first = jax.lax.broadcasted_iota(jnp.int32, (8, width(plan)), 0) == 0
@@ -204,14 +204,14 @@ def _backward(
         query_change[head, pl.ds(t, 1), :] = pairs.sum(axis=0, keepdims=True) + of_past
         key_change[head] += pairs
         value_change[head] += own.sum(axis=-1, keepdims=True) * grow
-        past = jnp.broadcast_to(past, (8, features(plan, given)))
+        past = jnp.broadcast_to(past, (8, features(plan, refs)))
         state_change[head] += product(first, past, TURNED)
 
     for_each_underflow(
-        plan, given, [jnp.where(x < 0, 1.0, 0.0) for x in scales], recompute
+        plan, refs, [jnp.where(x < 0, 1.0, 0.0) for x in scales], recompute
     )
     values = [value_change[head] for head in range(plan.packed)]
-    found = _of_inputs(plan, given, query_change, key_change)
+    found = _of_inputs(plan, refs, query_change, key_change)
     found.append(joined(plan, values, plan.value_size))
     for out, x in zip((query_out, key_out, value_out), found, strict=True):
         out[...] = x.astype(out.dtype)
@@ -230,38 +230,39 @@ def _of_row(
 
 
 def _of_inputs(
-    plan: ChunkPlan, given: FeatureOperands, query_change, key_change
+    plan: ChunkPlan, refs: FeatureOperands, query_change, key_change
 ) -> list[Array]:
-    """Return the gradients of queries and keys, which may be given features.
+    """Return the gradients of the operands `query` and `key`.
 
     Args:
-        query_change, key_change: the gradients of given features, or of exponents.
+        query_change, key_change: the gradients of exponents, or of features if XLA
+            computes the features.
     """
     heads = range(plan.packed)
-    if given.rows is None:
-        count = features(plan, given)
+    if refs.rows is None:
+        count = features(plan, refs)
         both = ([x[head] for head in heads] for x in (query_change, key_change))
         return [joined(plan, x, count) for x in both]
-    query, key = (_from_exponents(plan, given, x) for x in (query_change, key_change))
+    query, key = (_from_exponents(plan, refs, x) for x in (query_change, key_change))
     for head in heads:
         total = key_change[head].sum(axis=-1, keepdims=True)
-        own = own_head(plan, given.key[...].astype(jnp.float32), head)
-        key -= own * (total * (2 / LOG2E * given.norm[0]))
+        own = own_head(plan, refs.key[...].astype(jnp.float32), head)
+        key -= own * (total * (2 / LOG2E * refs.norm[0]))
     return [query, key]
 
 
 def _from_exponents(
-    plan: ChunkPlan, given: FeatureOperands, change: Any
+    plan: ChunkPlan, refs: FeatureOperands, change: Any
 ) -> Float[Array, "c P*H"]:
     """Return the part of the gradient of queries or keys x that comes from w·x."""
     return added(
         product(
-            change[head].astype(given.key.dtype),
-            y[features_of(plan, given, head)],
+            change[head].astype(refs.key.dtype),
+            y[features_of(plan, refs, head)],
             PLAIN,
         )
         for head in range(plan.packed)
-        for y in projection(given)
+        for y in projection(refs)
     ) * (1 / LOG2E)
 
 

@@ -1,11 +1,11 @@
-"""TPU kernels of recurrences whose state decays: operands, and linear attention.
+"""TPU kernels of linear attention with decays; operands of all kernels with decays.
 
 The kernels of the delta rule are in `delta.py`. Each recurrence has a forward and a
 backward kernel, which pass over chunks of 128 tokens. The state of a head stays in
-VMEM, values × channels of keys. So the channels that decay are along lanes. The state
-before each chunk is saved for the backward pass, in the dtype of the products.
-`decays.py` computes the decays of pairs and states. Heads are in tiles
-(`packed_heads.py`); the states of packed heads are one block-diagonal matrix.
+VMEM as a matrix, values × channels of keys. So the channels that decay are along lanes.
+The state before each chunk is saved for the backward pass, in the dtype of the
+products. `decays.py` computes the decays of pairs and states. Heads are in tiles; the
+states of the heads of a tile (`packed_heads.py`) are one block-diagonal matrix.
 
 The compiler hardly reorders products. So independent products are written next to each
 other, all levels of one product before the next, which keeps the matrix unit busy. With
@@ -25,7 +25,7 @@ from symjax.attention.kernels.tpu.decays import (
     LEVELS,
     SINCE,
     UNTIL,
-    exponents,
+    decay_costs,
     fading_of,
     scores_of,
     through_pairs,
@@ -41,7 +41,10 @@ from symjax.attention.kernels.tpu.tiles import (
 
 
 class GatedOperands(NamedTuple):
-    """Inputs of both kernels, or their blocks. Heads are joined along lanes."""
+    """Arrays that both kernels read; in a kernel, the refs of their blocks.
+
+    Heads are joined along lanes.
+    """
 
     query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
@@ -78,7 +81,7 @@ def gated_kernels(
 
     def cost(plan: ChunkPlan, operands: GatedOperands) -> list[tuple[int, int]]:
         tokens = math.prod(plan.grid) * plan.block
-        counts = zip(products(plan, operands), exponents(plan, operands), strict=True)
+        counts = zip(products(plan, operands), decay_costs(plan, operands), strict=True)
         return [
             (2 * tokens * (x + sums) * BLOCK * plan.widths[1], tokens * exponentials)
             for x, (sums, exponentials) in counts
@@ -138,19 +141,17 @@ def levels_of(operands: GatedOperands) -> int:
     return 1 if operands.by_channel is None else LEVELS
 
 
-def _decay_forward(
-    plan: ChunkPlan, given: GatedOperands, output, before, state
-) -> None:
+def _decay_forward(plan: ChunkPlan, refs: GatedOperands, output, before, state) -> None:
     @pl.when(pl.program_id(2) == 0)
     def _():
         state[...] = jnp.zeros_like(state)
 
     before[...] = state[...].astype(before.dtype)
-    query, key, value = (x[...] for x in given[:3])
+    query, key, value = (x[...] for x in refs[:3])
     dtype, wide = value.dtype, jnp.float32
     wide_query, wide_key = query.astype(wide), key.astype(wide)
-    heads, fading = range(plan.packed), fading_of(plan, given)
-    scores = scores_of(plan, given, fading, wide_query, wide_key)
+    heads, fading = range(plan.packed), fading_of(plan, refs)
+    scores = scores_of(plan, refs, fading, wide_query, wide_key)
     rows = product((wide_query * fading.since).astype(dtype), before[...], ACROSS)
     for i in heads:
         own_value = own(value, plan.value_size, i)
@@ -162,7 +163,7 @@ def _decay_forward(
 
 def _decay_backward(
     plan: ChunkPlan,
-    given: GatedOperands,
+    refs: GatedOperands,
     change,
     before,
     query_out,
@@ -182,14 +183,14 @@ def _decay_backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
-    query, key, value, change = (x[...] for x in (*given[:3], change))
+    query, key, value, change = (x[...] for x in (*refs[:3], change))
     dtype, wide = value.dtype, jnp.float32
     change = change.astype(dtype)
     wide_query, wide_key = query.astype(wide), key.astype(wide)
-    fading = fading_of(plan, given)
-    scores = scores_of(plan, given, fading, wide_query, wide_key)
+    fading = fading_of(plan, refs)
+    scores = scores_of(plan, refs, fading, wide_query, wide_key)
     (query_change,), key_change, decay_change = through_pairs(
-        plan, given, fading, [wide_query], wide_key, [change], value, [scores]
+        plan, refs, fading, [wide_query], wide_key, [change], value, [scores]
     )
     reading, joining = wide_query * fading.since, wide_key * fading.until
     later = state_change[...].astype(dtype)

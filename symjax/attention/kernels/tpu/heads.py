@@ -1,9 +1,9 @@
 """TPU kernels that rotate or normalise heads in the layout of the projections.
 
-Heads [B T N H] of whole tiles of 128 lanes are read as [B T N·H], as products with
-weights write them and kernels of attention read them. In XLA a rotation or a norm of
-[B T N H] has the heads or time along other axes of a tile, and needs copies before and
-after it. Each kernel here reads and writes every number once.
+Heads [B T N H] whose size H is a multiple of 128 are read as [B T N·H], the layout in
+which products with weights write them and kernels of attention read them. For a
+rotation or a norm of [B T N H] XLA chooses another layout, and copies the array before
+and after it. Each kernel here reads and writes every number once.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ def turn(
     same: Float[Array, "#B T H"],
     other: Float[Array, "#B T H"],
 ) -> Float[Array, "B T N H"]:
-    """Return x · same + partner · other, where partners are the features of a pair.
+    """Return x · same + partner · other, with the other feature of a pair as partner.
 
     Args:
-        distance: of the two features of a pair: 1 or H/2.
-        same, other: factors in float32, for all heads. In `other` the two features of a
-            pair have opposite numbers, as in a rotation.
+        distance: between the two features of a pair: 1 or H/2.
+        same, other: factors in float32, for all heads. In `other` one feature of a pair
+            has minus the factor of its partner, as in a rotation.
     """
     size, batch = x.shape[3], same.shape[0]
 
@@ -174,13 +174,13 @@ def _norm_gradient(epsilon: float, x, change, scale, found, sums) -> None:
         sums[...] = jnp.zeros_like(sums)
 
     def rows(at: Any) -> None:
-        wide, given = (y[at, :].astype(jnp.float32) for y in (x, change))
+        wide, wide_change = (y[at, :].astype(jnp.float32) for y in (x, change))
         inverse = _inverse(epsilon, wide)
         unit = wide * inverse
-        product = unit * given
+        product = unit * wide_change
         sums[...] += product.reshape(-1, 8, unit.shape[1]).sum(axis=0)
         along = (product * scale[...]).sum(axis=1, keepdims=True) / unit.shape[1]
-        turned = (given * scale[...] - unit * along) * inverse
+        turned = (wide_change * scale[...] - unit * along) * inverse
         found[at, :] = turned.astype(found.dtype)
 
     _by_rows(rows, x.shape[0])

@@ -1,6 +1,6 @@
 """Packed heads: several heads in one tile of 128 lanes, in the layout of projections.
 
-A tile holds two heads of 64 numbers, or four heads of 32. To multiply one head, the
+A tile holds 128/H heads of size H, for instance two of 64. To multiply one head, the
 other heads of its tile are set to 0. So a NaN in one head reaches the other heads of
 its tile.
 """

@@ -57,11 +57,12 @@ class Inputs(NamedTuple):
 
 
 class RecurrentForm(NamedTuple):
-    """The static half of a call.
+    """Static settings of a call.
 
     Attributes:
         operands: (plan, inputs) → the operands of the kernels.
-        fallback: the same call in XLA, for the gradient of a projection.
+        block: tokens of a chunk.
+        fallback: the same call in XLA, for the gradient of a random projection.
     """
 
     kernels: Kernels
@@ -70,13 +71,13 @@ class RecurrentForm(NamedTuple):
     block: int = LANES
     fallback: Fallback | None = None
 
-    def plan(self, given: Inputs) -> ChunkPlan:
-        sizes = given.query, given.value
+    def plan(self, inputs: Inputs) -> ChunkPlan:
+        sizes = inputs.query, inputs.value
         return ChunkPlan.of(*sizes, self.interpret, self.block, self.kernels.together)
 
-    def start(self, given: Inputs) -> tuple[ChunkPlan, Any]:
-        plan = self.plan(given)
-        return plan, self.operands(plan, given)
+    def start(self, inputs: Inputs) -> tuple[ChunkPlan, Any]:
+        plan = self.plan(inputs)
+        return plan, self.operands(plan, inputs)
 
 
 class TpuFeatures(NamedTuple):
@@ -114,12 +115,12 @@ class TpuFeatures(NamedTuple):
             key = maps.key(key.astype(jnp.float32), None).amplitude
             if visible is not None:
                 (key,) = hidden_as_zero(visible, key)
-        given = Inputs(
+        inputs = Inputs(
             query, key, value, random=random, visible=visible, segment=segment
         )
         operands = partial(_feature_operands, maps.exponential)
         form = RecurrentForm(PERFORMER, operands, self.interpret, self.block, fallback)
-        output: Array = _attend(form, given)
+        output: Array = _attend(form, inputs)
         return output.astype(tokens.value.dtype)
 
 
@@ -135,9 +136,9 @@ class TpuDecay(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: Array | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
-        given = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
+        inputs = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
         form = RecurrentForm(DECAY, _gated_operands, self.interpret)
-        output: Array = _attend(form, Inputs(*given))
+        output: Array = _attend(form, Inputs(*inputs))
         return output.astype(tokens.value.dtype)
 
 
@@ -157,31 +158,31 @@ class TpuDelta(NamedTuple):
         log_decay = None
         if self.recurrence.fades or tokens.segment_ids is not None:
             log_decay = log_decay_of(own, parameters)
-        given = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
+        inputs = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
         form = RecurrentForm(DELTA, _gated_operands, self.interpret)
-        output: Array = _attend(form, Inputs(*given))
+        output: Array = _attend(form, Inputs(*inputs))
         return output.astype(tokens.value.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(form: RecurrentForm, given: Inputs) -> Float[Array, "B T N V"]:
-    plan, operands = form.start(given)
+def _attend(form: RecurrentForm, inputs: Inputs) -> Float[Array, "B T N V"]:
+    plan, operands = form.start(inputs)
     output, *_ = forward(form.kernels, plan, operands, keep=False)
-    return _rows(plan, output, given)
+    return _rows(plan, output, inputs)
 
 
-def _forward(form: RecurrentForm, given: Inputs) -> tuple[Array, tuple]:
-    leaves = jax.tree.leaves(given.random, is_leaf=_is_primal)
+def _forward(form: RecurrentForm, inputs: Inputs) -> tuple[Array, tuple]:
+    leaves = jax.tree.leaves(inputs.random, is_leaf=_is_primal)
     learned = any(x.perturbed for x in leaves)
-    given = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
-    plan, operands = form.start(given)
+    inputs = jax.tree.map(lambda x: x.value, inputs, is_leaf=_is_primal)
+    plan, operands = form.start(inputs)
     found = forward(form.kernels, plan, operands, keep=True)
     if form.kernels.saved:
         found = checkpoint_name(found, RESIDUAL)
     output, *kept = found
     rows = output if form.kernels.reads_output else None
-    residuals = given, operands, kept, rows, () if learned else None
-    return _rows(plan, output, given), residuals
+    residuals = inputs, operands, kept, rows, () if learned else None
+    return _rows(plan, output, inputs), residuals
 
 
 def _is_primal(x: Any) -> bool:
@@ -189,29 +190,29 @@ def _is_primal(x: Any) -> bool:
 
 
 def _backward(form: RecurrentForm, residuals: tuple, change: Array) -> tuple[Inputs]:
-    given, operands, kept, output, learned = residuals
-    plan = form.plan(given)
+    inputs, operands, kept, output, learned = residuals
+    plan = form.plan(inputs)
     changes = [plan.by_query(change, plan.value_size)]
     if output is not None:
         changes.append(output)
     found = iter(backward(form.kernels, plan, operands, changes, kept))
     gradients: dict[str, Any] = {}
     for name in ("query", "key", "value", "log_decay", "beta"):
-        like = getattr(given, name)
+        like = getattr(inputs, name)
         if like is not None:
             gradients[name] = _gradient(plan, next(found), like)
-    random = jax.tree.map(jnp.zeros_like, given.random)
+    random = jax.tree.map(jnp.zeros_like, inputs.random)
     if learned is not None:
-        random = _of_projection(form, given, change)
-    return (given._replace(**gradients, random=random, visible=None, segment=None),)
+        random = _of_projection(form, inputs, change)
+    return (inputs._replace(**gradients, random=random, visible=None, segment=None),)
 
 
 _attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _rows(plan: ChunkPlan, output: Array, given: Inputs) -> Float[Array, "B T N V"]:
-    rows = unpack_heads(output, plan.heads, given.value)
-    return rows.astype(given.value.dtype)
+def _rows(plan: ChunkPlan, output: Array, inputs: Inputs) -> Float[Array, "B T N V"]:
+    rows = unpack_heads(output, plan.heads, inputs.value)
+    return rows.astype(inputs.value.dtype)
 
 
 def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
@@ -221,26 +222,28 @@ def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
     return _summed_from_tiles(plan, x, like)
 
 
-def _of_projection(form: RecurrentForm, given: Inputs, change: Array) -> RandomFeatures:
+def _of_projection(
+    form: RecurrentForm, inputs: Inputs, change: Array
+) -> RandomFeatures:
     """Return the gradient of random features, by the same call in XLA."""
-    mask = None if given.visible is None else given.visible[:, None, None]
-    tokens = Tokens(*given[:3], (), mask, given.segment)
+    mask = None if inputs.visible is None else inputs.visible[:, None, None]
+    tokens = Tokens(*inputs[:3], (), mask, inputs.segment)
     attend = partial(form.fallback, tokens)  # type: ignore[arg-type]
-    return jax.vjp(attend, given.random)[1](change)[0]
+    return jax.vjp(attend, inputs.random)[1](change)[0]
 
 
 def _feature_operands(
-    signs: tuple[int, ...], plan: ChunkPlan, given: Inputs
+    signs: tuple[int, ...], plan: ChunkPlan, inputs: Inputs
 ) -> FeatureOperands:
     rows = offset = norm = None
-    if given.random is not None:
-        rows, offset = _projection(signs, plan, given.random, given.query.dtype)
-        norm = (0.5 * LOG2E * given.random.scale.astype(jnp.float32)).reshape(1)
-    seen = given.visible, given.segment, given.query
+    if inputs.random is not None:
+        rows, offset = _projection(signs, plan, inputs.random, inputs.query.dtype)
+        norm = (0.5 * LOG2E * inputs.random.scale.astype(jnp.float32)).reshape(1)
+    seen = inputs.visible, inputs.segment, inputs.query
     return FeatureOperands(
-        plan.by_query(given.query, plan.head_size),
-        plan.by_key(given.key, plan.head_size),
-        plan.by_key(given.value, plan.value_size),
+        plan.by_query(inputs.query, plan.head_size),
+        plan.by_key(inputs.key, plan.head_size),
+        plan.by_key(inputs.value, plan.value_size),
         rows,
         offset,
         norm,
@@ -251,7 +254,10 @@ def _feature_operands(
 def _projection(
     signs: tuple[int, ...], plan: ChunkPlan, random: RandomFeatures, dtype: Any
 ) -> tuple[Float[Array, "parts M H"], Float[Array, "1 M"]]:
-    """Return rows and offsets of packed heads. Rows in bfloat16 have two parts."""
+    """Return rows and offsets for the heads of a tile. Rows in bfloat16 have two parts.
+
+    The offset of a row that pads M is `EMPTY`, so its feature is 0.
+    """
     rows = random.rows.astype(jnp.float32)
     rows = rows * (LOG2E * jnp.sqrt(random.scale.astype(jnp.float32)))
     if len(signs) > 1:
@@ -269,18 +275,18 @@ def _projection(
     return jnp.stack(parts).astype(dtype), jnp.tile(offset, plan.packed)[None]
 
 
-def _gated_operands(plan: ChunkPlan, given: Inputs) -> GatedOperands:
+def _gated_operands(plan: ChunkPlan, inputs: Inputs) -> GatedOperands:
     by_channel = by_head = None
-    log_decay, beta = given.log_decay, given.beta
+    log_decay, beta = inputs.log_decay, inputs.beta
     if log_decay is not None and log_decay.ndim == 4:
-        parts = PARTS[given.value.dtype.name]
+        parts = PARTS[inputs.value.dtype.name]
         by_channel = _in_parts(plan.by_key(log_decay, plan.head_size), parts)
     elif log_decay is not None:
         by_head = _by_tiles(plan, log_decay)
     return GatedOperands(
-        plan.by_query(given.query, plan.head_size),
-        plan.by_key(given.key, plan.head_size),
-        plan.by_key(given.value, plan.value_size),
+        plan.by_query(inputs.query, plan.head_size),
+        plan.by_key(inputs.key, plan.head_size),
+        plan.by_key(inputs.value, plan.value_size),
         by_channel,
         by_head,
         *constants(by_channel is not None),
@@ -291,9 +297,9 @@ def _gated_operands(plan: ChunkPlan, given: Inputs) -> GatedOperands:
 def _by_tiles(
     plan: ChunkPlan, x: Float[Array, "B T K"]
 ) -> Float[Array, "B tiles P length"]:
-    """Repeat a number of each token and key head for the query heads of each tile.
+    """Repeat an array of key heads for query heads, and split these into tiles.
 
-    It is 0 beyond the last token.
+    Tokens beyond the last are 0.
     """
     x = jnp.repeat(x, plan.heads // x.shape[2], axis=2)
     x = jnp.pad(x, ((0, 0), (0, plan.length - x.shape[1]), (0, 0)))

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Shaped
 
 LANES = 128
-MOST_RESIDENT = 2**24  # bytes of a block in VMEM, which has two buffers of them
+MOST_RESIDENT = 2**24  # most bytes of a block in VMEM, which holds two such buffers
 LOG2E = 1.4426950408889634
 PLAIN = (((1,), (0,)), ((), ()))  # a b
 ACROSS = (((1,), (1,)), ((), ()))  # a bᵀ
@@ -70,7 +70,7 @@ def _diagonal() -> Bool[Array, "128 128"]:
 
 
 def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
-    """Return a row as a column, by sums of diagonals at a tenth of a reshape's cost."""
+    """Return a row as a column: sums of diagonals, at a tenth of a reshape's cost."""
     pieces = [
         jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
         for x in range(0, row.shape[1], LANES)

@@ -48,7 +48,7 @@ class Grid(NamedTuple):
 
     Attributes:
         title: by default the name.
-        limit: value of the last colour; by default the largest value.
+        limit: number of the last colour; by default the largest absolute value.
         unit: label of the colour scale.
     """
 
@@ -101,7 +101,7 @@ Figure = Lines | Grid | Panels | Dots
 
 
 def check_figures() -> None:
-    """Refuse figures without matplotlib, before any long work.
+    """Check that matplotlib is installed, before any long work.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -143,11 +143,11 @@ def smoothed(
     width: float,
     weights: ArrayLike | None = None,
 ) -> list[float]:
-    """Return y smoothed by a Gaussian of x; unknown y are left out. Time O(n²).
+    """Return y smoothed by a Gaussian of x; None and NaN are left out. Time O(n²).
 
     Args:
         width: standard deviation of the Gaussian, in units of x.
-        weights: weights of the points; None: equal weights.
+        weights: weights of the points; None means equal weights.
     """
     places, values = np.asarray(x, float), np.array(y, float)
     own = np.ones(len(places)) if weights is None else np.asarray(weights, float)
@@ -236,7 +236,11 @@ def _fit_words(drawing: Any) -> None:
 
 
 def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
-    """Draw grids in blue from 0 on; signed grids in red above 0 and in blue below."""
+    """Draw all grids in one scale of colours.
+
+    The scale has shades of blue from 0 up. If `signed` is True or a value is negative,
+    values above 0 are red and values below 0 are blue.
+    """
     numbers = [np.array(grid.values, float) for grid in grids]
     sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
     largest = sizes.max(initial=0.0)

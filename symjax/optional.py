@@ -8,7 +8,7 @@ def needed(package: str, message: str) -> Any:
     """Import a package and return it.
 
     Raises:
-        ValueError: it is not installed; the text is `message`.
+        ValueError: the package cannot be imported; the text is `message`.
     """
     try:
         return importlib.import_module(package)

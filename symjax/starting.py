@@ -1,7 +1,7 @@
 """The first line of a program, which appears before the imports that take seconds.
 
-This module does not import jax: `symjax-train`, `symjax-eval` and the scripts print the
-line first, and import their program afterwards.
+This module does not import jax. `symjax-train`, `symjax-eval`, `train.py`, `eval.py`,
+compare and harness print the line first, and then import their program.
 """
 
 import itertools
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-# Environment variables in which launchers give the number of a process. TPU pods number
-# their machines.
+# Environment variables in which launchers give the number of a process. On a TPU pod it
+# is the number of the machine.
 RANKS = (
     *("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"),
     *("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID"),
@@ -35,7 +35,7 @@ def evaluate() -> NoReturn:
 
 
 def announce(program: str, imported: str = "jax") -> None:
-    """Print one line on stderr, only in the first process of a run."""
+    """Print on stderr that a program starts, in the first process of a run only."""
     if is_first(sys.argv[1:], os.environ):
         line = f"{program} starts: importing {imported}, which takes a while"
         print(line, file=sys.stderr, flush=True)
@@ -44,7 +44,8 @@ def announce(program: str, imported: str = "jax") -> None:
 def is_first(words: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return whether flags or a launcher give this process number 0, or no number.
 
-    It is a guess for the first line: `distributed.launch` decides once jax is imported.
+    The answer is a guess, by which one process prints the first line. Once jax is
+    imported, `distributed.launch` decides which process is the first.
     """
     said = [environment.get(name) for name in RANKS]
     for word, following in itertools.pairwise([*words, ""]):

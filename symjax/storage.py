@@ -1,10 +1,10 @@
 """Storage of a run: a folder of this machine, or a folder in a bucket of Cloud Storage.
 
-A workdir is an `epath.Path` in both cases. Orbax and TensorStore write checkpoints to
-either kind. Small objects of a bucket go through etils, whose client for gs:// is
-gcsfs. A bucket has no locks, and its objects cannot be appended to. A run in a bucket
-therefore also has a folder on this machine, `local_folder`, for its lock, its metrics
-and its packed data.
+The folder of a run is its workdir, an `epath.Path` in both cases. Orbax and TensorStore
+write checkpoints to either kind. Small objects of a bucket go through etils, whose
+client for gs:// is gcsfs. A bucket has no locks, and nothing can be appended to its
+objects. A run in a bucket therefore also has a folder on this machine, `local_folder`,
+for its lock, its metrics and its packed data.
 
 `resolve` turns what a user typed into a path. `download` and `upload` copy files
 between the workdir and the local folder, and `local_copy` copies a folder of a bucket
@@ -93,7 +93,10 @@ def local_folder(workdir: os.PathLike[str]) -> Path:
 
 
 def user_cache(name: str) -> Path:
-    """Return symjax's folder in the user's cache: $XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder symjax/`name` in the user's cache.
+
+    The cache is $XDG_CACHE_HOME, by default ~/.cache.
+    """
     found = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(found, "symjax", name)
 
@@ -134,7 +137,8 @@ def local_copy(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
 
     A local folder is yielded itself. The files of a folder in a bucket that have one of
     the suffixes are copied to a temporary folder, which is removed when the block ends.
-    A ValueError raised in the block then names the folder in the bucket instead.
+    If the block raises a ValueError, its message names the folder in the bucket instead
+    of the temporary one.
     """
     if not in_bucket(folder):
         yield Path(folder)
@@ -156,9 +160,9 @@ def local_copy(folder: Path | epath.Path, *suffixes: str) -> Iterator[Path]:
 def store_errors(path: os.PathLike[str]) -> Iterator[None]:
     """Turn errors of a bucket's client into OSError inside the block.
 
-    The client's own types of error are many and depend on the packages that it uses.
-    FileNotFoundError and PermissionError pass unchanged, and so do all errors if `path`
-    is a local one.
+    The client has many own types of error, which depend on the packages that it uses.
+    FileNotFoundError and PermissionError pass unchanged. If `path` is local, all errors
+    pass unchanged.
     """
     try:
         yield
@@ -172,9 +176,9 @@ def store_errors(path: os.PathLike[str]) -> Iterator[None]:
 
 
 def is_unanswered(error: BaseException) -> bool:
-    """Return whether a store could not be reached or refused this user.
+    """Return whether an error means that a store was not reached or refused this user.
 
-    What the store holds is then unknown: nothing can be called missing or damaged.
+    It is then unknown what the store holds: no object can be called missing or damaged.
     """
     if isinstance(error, FileNotFoundError):
         return False
@@ -233,7 +237,7 @@ def check_writable(folder: Path | epath.Path, what: str) -> None:
 
 @contextlib.contextmanager
 def replaced(folder: Path | epath.Path, *names: str) -> Iterator[Path]:
-    """Yield a temporary folder, whose files replace those of `folder` at the end.
+    """Yield a temporary folder whose files replace those of `folder` after the block.
 
     The files `names` move in this order, and only if the block raises nothing. If the
     process is killed, each file is the old or the new one, and a file is new only if

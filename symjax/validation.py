@@ -1,4 +1,4 @@
-"""Reading, checking and comparing configurations by the declarations in `config`."""
+"""Reading, checking and comparing configurations, whose keys `config` declares."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ml_collections import ConfigDict
 from symjax import imports
 from symjax.config import Config, Model, OwnOptions, own_options
 
-# A resumed run must agree with its checkpoint in these; the rest may change.
+# Keys and groups of keys in which a resumed run must agree with its checkpoint, except
+# for the keys in `FREE`. All other keys may change.
 FIXED = ("model", "data", "optimizer", "transfer", "seed", "batch_size")
 # Key → its value in runs that began before the key existed, if it is not the default.
 # Such a run continues with this value.
 BEFORE = {"optimizer.version": 1}
-FREE = (  # keys that may change, because they change results by rounding at most
+FREE = (  # keys of these groups that change results by rounding at most
     "data.cache",
     "model.remat",
     "model.scan_layers",
@@ -29,7 +30,7 @@ FREE = (  # keys that may change, because they change results by rounding at mos
 
 
 def choices(field: dataclasses.Field) -> tuple[str, ...]:
-    """Return the values that a key may take; empty: any value."""
+    """Return the names that a key may have as its value; empty: any value."""
     known = field.metadata["choices"]
     return known if isinstance(known, tuple) else known()
 
@@ -53,8 +54,8 @@ def from_dict(tree: dict[str, Any]) -> Config:
     """Return the configuration with the values of a nested dict, after checking them.
 
     Raises:
-        ValueError: a key is unknown, or a value is not among its choices; the
-            message names the key and what it may be.
+        ValueError: a key is unknown, or a value has a wrong type, is out of range or
+            is not among the choices. The message names the key and what it may be.
     """
     options = _build(Config, tree, "")
     check(options)
@@ -88,7 +89,7 @@ def continued(options: Config, saved: Config, allow: Collection[str] = ()) -> Co
     """Return `options` with the values that `saved` has for the keys of `BEFORE`.
 
     Args:
-        allow: keys that may change.
+        allow: keys whose value in `options` is kept.
     """
     for name in BEFORE.keys() - set(allow):
         group, _, key = name.rpartition(".")
@@ -99,10 +100,11 @@ def continued(options: Config, saved: Config, allow: Collection[str] = ()) -> Co
 
 
 def check(options: Any, prefix: str = "") -> None:
-    """Refuse a group of keys in which a value has a wrong type or is out of its range.
+    """Check every value of a group of keys, and the mechanisms' own options.
 
     Raises:
-        ValueError: naming the key, what it may be, and what it is.
+        ValueError: a value has a wrong type, is out of range or is not among the
+            choices. The message names the key, what it may be, and what it is.
     """
     for name, kind, field in fields(type(options), prefix):
         value = attrgetter(name.removeprefix(prefix))(options)
@@ -118,7 +120,10 @@ def to_dict(options: Config) -> dict[str, Any]:
 
 
 def differences(left: Config, right: Config) -> dict[str, str]:
-    """Return `key: left → right`, by key, for each fixed key in which runs differ."""
+    """Return key → "key: left → right" for each key in which two runs must agree.
+
+    Keys in which they do agree are left out.
+    """
     found = {}
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
@@ -150,7 +155,7 @@ def _build(kind: type, tree: dict[str, Any], prefix: str) -> Any:
             raise ValueError(f"{prefix}{name} is a group of keys, got {value!r}")
         elif isinstance(value, list):  # JSON has no tuples
             value = tuple(value)
-        elif name == "remat" and type(value) is bool:  # of older checkpoints
+        elif name == "remat" and type(value) is bool:  # in older checkpoints
             value = "full" if value else "none"
         values[name] = value
     return kind(**values)

@@ -1,9 +1,9 @@
 """Attention mechanisms as pure functions of arrays.
 
-The mechanisms are in the files of this folder. Score mechanisms compute the score of
-each pair of tokens; `scores/` has their engine. Recurrences read a state of the past;
-`recurrent/` has their engine. `kernels/` has kernels for TPUs and GPUs, and `core/` has
-the code that all of these share. `mechanisms.py` has the table of mechanisms.
+The mechanisms are in the files of this folder, and `mechanisms.py` has their table.
+Score mechanisms compute a score for each pair of tokens; their engine is in `scores/`.
+Recurrences keep a state of the past; their engine is in `recurrent/`. `kernels/` has
+kernels for TPUs and GPUs, and `core/` the code that all of these share.
 
 Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query length,
 S key length, N heads, K key/value heads, H head size, V value size, M features.

@@ -1,4 +1,4 @@
-"""Causal functions of QQᵀ: every row takes the function of its own prefix.
+"""Causal functions of QQᵀ: each row is computed from the matrix of its own prefix.
 
     def causal(q, v, f, c):              # one head: q [T H], v [T V], f of numbers
         out = []
@@ -13,10 +13,10 @@ S_t = Σ_{s≤t} q_s v_sᵀ and g(μ) = (f(μ) − f(0))/μ,
 
     out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
 
-so a state of H² + H V numbers is enough, and no earlier row changes. A resolvent is
-computed by a ridge regression, as in `symjax.attention.mesa_layer`; its state has W and
-F instead of S and M (`symjax.attention.recurrent.ridge`). The other functions are in
-`symjax.attention.recurrent.power_series`.
+so a state of H² + H V numbers is enough, and no later token changes a row. A resolvent
+is computed by a ridge regression, as in `symjax.attention.mesa_layer`; its state has
+other matrices than S and M, which `symjax.attention.recurrent.ridge` defines. The other
+functions are in `symjax.attention.recurrent.power_series`.
 """
 
 from typing import Any, NamedTuple
@@ -58,26 +58,26 @@ def matrix_function_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Any:
-    """Return, for each token, the last row of `matrix_function` of it and its past.
+    """Return the last row of `matrix_function` over each token and its past.
 
     out[t] is the last row of f(A_t) V_t, where A_t = scale · Q_t Q_tᵀ is the matrix of
     the scores of tokens 0 … t. Functions, `alpha` and `normalise` are those of
     `matrix_function`; `normalise` divides the last row of f(A_t).
 
     Time O(T (H (H + V) + chunk_size (H + V))) times the number of terms of the
-    function: one for resolvents and ones_plus, and the degree of a polynomial. exp and
-    expm1 take as many terms as the largest trace of an A_t needs: 23 for a trace of 5
-    in float32, and at most 128. Resolvents also take O(T chunk_size²). Sums run in
-    float32 at least. The backward pass saves one state per chunk, or per group
-    of chunks that run in parallel. A hidden token changes no other row, and its own row
-    is zero.
+    function: one for resolvents and ones_plus, and the degree of a polynomial. For exp
+    and expm1 the number of terms grows with the largest trace of an A_t: 23 for a trace
+    of 5 in float32, and at most 128. Resolvents also take O(T chunk_size²). Sums run in
+    float32 at least. The backward pass saves one state per chunk, or per group of
+    chunks that run in parallel. A hidden token changes no other row, and its own row is
+    zero.
 
     The series of exp and expm1 converges for eigenvalues of A_t up to 80, in float64 up
     to 55. A row whose series does not converge is NaN. With α > 0 all rows are NaN from
     the chunk on in which α times an eigenvalue of A_t reaches 1.
 
-    A resolvent with α < 0 loses digits in float32, as `mesa_causal` does with ridge 1
-    and keys √(|α| scale) q. `matrix_function` has no such loss.
+    A resolvent with α < 0 loses digits in float32, as many as `mesa_causal` does with
+    ridge 1 and keys √(|α| scale) q. `matrix_function` does not lose them.
 
     Args:
         scale: c, above 0, the same for all tokens. For texts of at most n tokens,
@@ -85,17 +85,19 @@ def matrix_function_causal(
             default of `matrix_function` does. c cannot fall with the number of tokens
             read: (I − αcM)⁻¹ would change in all directions at every token.
         log_decay: at most 0, [N] or [B or 1, T or 1, N]: M and S are multiplied by
-            exp(log_decay) before a token is added. Not for resolvents, for the same
-            reason as c. Not with normalise "l2".
+            exp(log_decay) before a token is added. Resolvents have no decay, since
+            (I − αcM)⁻¹ would again change in all directions. normalise "l2" cannot be
+            combined with a decay.
         mask: True = attend; it may only hide keys.
         state: from `matrix_function_state`, `matrix_function_step` or an earlier call
             with the same function, alpha and scale.
         chunk_size, return_state, segment_ids, axis_name: as in `linear_causal`. Devices
             also exchange matrices [H H].
     Raises:
-        ValueError: shapes that do not fit; an unknown function; alpha without a
-            resolvent; log_decay with one; a mask that hides pairs; a state of other
-            sizes; `state` or `return_state` together with axis_name.
+        ValueError: shapes that do not fit; an unknown function; alpha with a function
+            that is no resolvent; log_decay with a resolvent or with normalise "l2"; a
+            mask that hides pairs; a state of other sizes; `state` or `return_state`
+            together with axis_name.
     Source: this library. The values minus the output of the resolvent with α < 0 are
         the Mesa layer (von Oswald et al. 2025, arXiv:2506.05233) with keys equal to
         queries.
@@ -166,8 +168,8 @@ def matrix_function_state(
     """Return the state of `matrix_function_causal` before the first token.
 
     It has H (H + V) numbers per head, float32 at least. The state of a resolvent is a
-    `MesaState`. H is larger by 1 with `ones_plus`, and V with normalise="rows". The
-    empty state does not depend on `scale` and `alpha`.
+    `MesaState`. H is larger by 1 with "ones_plus", and V is larger by 1 with
+    normalise="rows". The empty state does not depend on `scale` and `alpha`.
 
     Raises:
         ValueError: a size or a dtype that is wrong, or an unknown function.
@@ -187,7 +189,7 @@ def _is_resolvent(name: str | None) -> bool:
 
 
 def _check(who: str, query: Array, value: Array, scale: Any) -> None:
-    """Raise on shapes that do not fit, naming both, or a scale that is not above 0."""
+    """Raise if query and value do not fit together or the scale is not above 0."""
     check_arrays(who, query=query, value=value)
     if query.shape[:3] != value.shape[:3]:
         raise ValueError(
@@ -198,12 +200,12 @@ def _check(who: str, query: Array, value: Array, scale: Any) -> None:
 
 
 def over_their_sums(rows: Float[Array, "B T N V+1"]) -> Float[Array, "B T N V"]:
-    """Return rows divided by their last channel, the sum of the row of the matrix."""
+    """Return rows divided by their last channel, which is the sum of the weights."""
     return over(rows[..., :-1], rows[..., -1:])
 
 
 class _Form(NamedTuple):
-    """Arguments of the engine.
+    """Arguments for the engine of recurrences.
 
     Attributes:
         tokens: query, key and value. The queries are the keys.
@@ -228,7 +230,7 @@ def _form(
     mask: Array | None = None,
     segment_ids: Array | None = None,
 ) -> _Form:
-    """Return the recurrence of a function, its tokens, parameters and operands."""
+    """Check the arguments, and return those of the engine for this function."""
     dtype = sum_dtype(query, value)
     name, parameter = parsed_function(who, function, alpha)
     check_choice(who, "normalise", normalise, NORMALISE)

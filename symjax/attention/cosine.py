@@ -5,9 +5,9 @@
         weights = np.tril(1 + q @ k.T)
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
-1 + cos is the product of the features [1, x/|x|] of query and key. So cosine attention
-is linear attention with these features: its time is linear in T, and it decodes from a
-state of (H + 1)(V + 1) numbers per head.
+1 + cos is the dot product of the features [1, x/|x|] of query and key. So cosine
+attention is linear attention with these features: its time is linear in T, and it
+decodes from a state of (H + 1)(V + 1) numbers per head.
 """
 
 from typing import Any
@@ -39,17 +39,17 @@ def cosine(
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
     Query head n uses key head n // (N/K). Time O((T + S) H V). A [T S] array is formed
-    only if S ≤ (H + 1) V / (H + 1 + V). Sums run in float32 at least, which must hold
-    |x|²: entries up to 1e18, and for gradients lengths of at least 1e-18. No ε is added
-    to a denominator. A row is zero if it sees no key, or if 1 + cos is below 2⁻²⁴, the
-    rounding error of 1, for all its keys. If no [T S] array is formed, the mean of
-    1 + cos over its keys decides instead.
+    only if S ≤ (H + 1) V / (H + 1 + V). Sums run in float32 at least. Float32 must hold
+    |x|², so entries may be up to 1e18. Gradients need queries and keys of length 1e-18
+    or more. No ε is added to a denominator. A row is zero if it sees no key, or if
+    1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. If no [T S] array
+    is formed, the mean of 1 + cos over the keys of the row decides instead.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
-    keys, or all keys of a chunk of `cosine_causal`, have one direction. Otherwise, and
-    if keys are read from a state, the error of a weight is about ε = 2⁻²³, and the
-    error of the output ε / (1 + cos) times the values. (With `segment_ids`, keys are
-    read from a state every 64 tokens.) A row whose mean weight in a state is below 2ε
+    keys, or all keys of a chunk of `cosine_causal`, have one direction. For other keys,
+    and for keys that are read from a state, the error of a weight is about ε = 2⁻²³,
+    and that of the output ε / (1 + cos) times the values. With `segment_ids`, keys are
+    read from a state every 64 tokens. A row whose mean weight in a state is below 2ε
     gets the mean of the values of that state.
 
     Args:
@@ -80,15 +80,15 @@ def cosine_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Return `cosine` over each token, its past, and what `state` has read.
+    """Return `cosine` where each token sees itself, its past and the tokens in `state`.
 
     Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk,
     or per group of chunks that run in parallel.
 
-    On one NVIDIA GPU, the kernels of linear attention compute calls in bfloat16. The
-    mean weight of a row then has an error of about 1e-4, at most 1e-3; the relative
-    error of the output is this error divided by the mean weight. A row whose mean
-    weight is below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
+    On one NVIDIA GPU, the kernels of linear attention compute calls in bfloat16. In
+    these kernels the mean weight of a row has an error of about 1e-4, at most 1e-3. The
+    relative error of the output is this error divided by the mean weight. A row whose
+    mean weight is below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.

@@ -13,7 +13,7 @@ Without g it is DeltaNet, with one g per head Gated DeltaNet, and with one g per
 of the keys Kimi Delta Attention. Gated DeltaNet-2 has (b[t] * k[t]) @ sums in place of
 k[t] @ sums, where b[t] [H] are erase gates.
 
-`delta_causal` reads the past, chunk by chunk, and `delta_step` adds one token to a
+`delta_causal` computes a sequence, chunk by chunk, and `delta_step` one token from a
 state.
 """
 
@@ -50,10 +50,10 @@ class DeltaState(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A chunk, the vectors by which it reads the state, and its decays."""
+    """A chunk, the vectors that read the state, and the decays."""
 
     chunk: Chunk
-    readers: Float[Array, "B K G+1 T H"]  # G queries of a key head, then the eraser
+    readers: Float[Array, "B K G+1 T H"]  # G queries of a key head, then the eraser e
     decays: ChunkDecays
 
 
@@ -61,8 +61,8 @@ class Prepared(NamedTuple):
 class DeltaRule:
     """Recurrence of the delta rule.
 
-    The operands of a token are β [B K T], then erase gates b [B K T H], if given, then
-    the log-decay, unless all tokens share it. A shared log-decay is `parameters`.
+    The operands are β [B K T], then erase gates b [B K T H] if given, then the
+    log-decay. A log-decay that all tokens share is `parameters` instead.
 
     Token t adds k_t u_tᵀ to the state. Its change u_t depends on the changes of the
     tokens before it. Let S be the state before the chunk, E_t the decay of S until
@@ -75,8 +75,8 @@ class DeltaRule:
     `solve_unit_lower` solves.
 
     Attributes:
-        fades: whether a log-decay was given. Only kernels read it.
-        gated: whether erase gates were given. Kernels do not support them.
+        fades: whether a log-decay was given. Only the TPU kernel reads this field.
+        gated: whether erase gates were given, which no kernel supports.
     """
 
     fades: bool = True
@@ -116,7 +116,7 @@ class DeltaRule:
         return DeltaState(decayed + written), time_first(held[:, :, :-1] + inside)
 
     def effect(self, prepared: Prepared) -> tuple[DeltaState, Float[Array, "B K H H"]]:
-        """Return S₀ and M, where M S + S₀ is the state after the chunk if S is before.
+        """Return S₀ and M, where a chunk turns a state S into M S + S₀.
 
         One triangular solve has two right sides: values for S₀, erasers for M.
         """
@@ -132,7 +132,7 @@ class DeltaRule:
         return DeltaState(written[..., :size]), decay + written[..., size:]
 
     def merge(self, one: tuple, two: tuple) -> tuple[DeltaState, Array]:
-        """Return the effect of two spans, M₂ S₁ + S₂ and M₂ M₁."""
+        """Return the effect of two consecutive spans: M₂ S₁ + S₂ and M₂ M₁."""
         sums = einsum("bkhi,bkiv->bkhv", two[1], one[0].sums)
         transition = einsum("bkhi,bkij->bkhj", two[1], one[1])
         return DeltaState(sums + two[0].sums), transition
@@ -140,7 +140,7 @@ class DeltaRule:
     def _eraser(
         self, chunk: Chunk, key: Float[Array, "B K T H"]
     ) -> Float[Array, "B K T H"]:
-        """Return the vectors that read what is erased: the keys times their gates."""
+        """Return the erasers e: the keys times their erase gates, if there are any."""
         return key * chunk.operands[1].astype(key.dtype) if self.gated else key
 
 
@@ -191,17 +191,17 @@ def delta_causal(
     chunks in parallel, and saves the state before each group.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. They have no forward-mode
-    derivative.
+    derivative. Decays per channel have none on any platform.
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
     output; with keys within 1e-2 of it the error of bfloat16 kernels is 3e-2.
 
     Args:
-        beta: the share of the value held at a key that is replaced.
-        log_decay: at most 0. None is no decay (DeltaNet). [K] or [B or 1, T or 1, K]
-            is one per head (Gated DeltaNet), [B or 1, T or 1, K, H] one per channel
-            (Kimi Delta Attention). −∞ clears the state.
+        beta: the share of the value at a key that is replaced.
+        log_decay: at most 0. None means no decay (DeltaNet), [K] or [B or 1, T or 1, K]
+            a decay per head (Gated DeltaNet), [B or 1, T or 1, K, H] a decay per
+            channel (Kimi Delta Attention). −∞ clears the state.
         erase: gates b in [0, 1]; None means 1. For Gated DeltaNet-2 also pass β = 1, a
             decay per channel, and values times their write gates. With erase gates no
             kernel runs.
@@ -294,7 +294,7 @@ def _operands(
 ) -> tuple[Array | None, tuple[Array, ...]]:
     """Return the log-decay that all tokens share, or None, and the operands per token.
 
-    The operands are β, the erase gates, if given, and the log-decay, if tokens do not
+    The operands are β, the erase gates if given, and the log-decay if tokens do not
     share it.
 
     Raises:

@@ -5,8 +5,8 @@
         one, two = weights / weights.sum(axis=-1, keepdims=True)
         return (one - lam * two) @ v
 
-The maps may be those of any mechanism. If a mechanism computes no maps, its outputs are
-subtracted: A₁V − λ(A₂V).
+The maps may be those of any mechanism. For a mechanism that computes no maps, the
+outputs of the maps are subtracted: A₁V − λ(A₂V).
 """
 
 import math
@@ -35,7 +35,7 @@ def lambda_initial(depth: int) -> float:
     """Return 0.8 − 0.6 exp(−0.3 depth), the constant part of λ; depth counts from 0.
 
     Raises:
-        ValueError: a depth below 0.
+        ValueError: a depth below 0, or one that is not a number.
     Source: Ye et al. 2024, arXiv:2410.05258, section 2.1 (layers count from 1 there).
     """
     check_number("lambda_initial", "depth", depth, needed=True)
@@ -85,9 +85,9 @@ def differential(
     """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
     Branch 1 of output head n is query head 2n, and branch 2 is query head 2n + 1. The
-    2K heads of key are ordered alike. If K < N, several output heads share the two key
-    heads of a value. The norm over each head and the factor 1 − λ_init belong to the
-    layer (`symjax.layers.attention`).
+    2K key heads have the same order. If K < N, several output heads share a value head
+    and its two key heads. The norm over each head and the factor 1 − λ_init belong to
+    the layer (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):
@@ -102,9 +102,9 @@ def differential(
     difference by the values once. On four CPUs this took 0.93 to 1.14 times as long as
     softmax with the same number of parameters (N heads of twice the size;
     docs/performance/cpu.md). Kernels, the ring and mechanisms without scores compute
-    two outputs and subtract them; a recurrence has a state per branch. Row blocks
-    compute a shared noise map once. All others compute it for each of its r heads, so
-    they cost as much as with r = 1.
+    two outputs and subtract them; a recurrence has a state per branch. With r > 1 row
+    blocks compute a shared noise map once. All other executions compute it for each of
+    its r heads, so they cost as much as with r = 1.
 
     Args:
         lam: λ, a scalar, or one per head [N].
@@ -113,8 +113,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and head of `key`. Recurrences take these two only
-            if K ≤ N/r: then no signal keys share a noise key.
+            have one number per token and key head. If `attend` is a recurrence, they
+            need K ≤ N/r: then each signal key has a noise key of its own.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -144,19 +144,19 @@ def differential_v2(
     attend: Callable = softmax,
     **options,
 ):
-    """Return a[2n] − λ[n]·a[2n+1], where a are the outputs for 2N query heads.
+    """Return a[2n] − λ[n]·a[2n+1], where a has the outputs of 2N query heads.
 
     Both query heads of a pair use the same keys and values, and every token has its own
-    λ. V2 adds no norm and no factor 1 − λ_init. Cost and execution are as in
-    `differential`, except that a recurrence has one state per key head for both
-    branches.
+    λ. Layers of V2 add no norm and no factor 1 − λ_init. Cost and execution are as in
+    `differential`, except that both branches of a recurrence read one state per key
+    head.
 
     Args:
         lam: λ of each token and head, after a sigmoid, in (0, 1).
         attend, options: as in `differential`; a mask or bias has N heads, or one.
     Raises:
-        ValueError: shapes that do not fit together, naming both; also if the query
-            heads of a pair would use two key heads.
+        ValueError: shapes that do not fit together, naming both; or the query heads of
+            a pair would use two key heads.
     Source: Ye et al. 2026, differential transformer V2 (microsoft/unilm).
     """
     check_function("differential_v2", attend)
@@ -225,7 +225,7 @@ def _difference(
 
 
 def _options_by_head(options: dict, query: Array, signals: int) -> dict[str, Array]:
-    """Return the options that differ by noise head, as [B N/r T S]."""
+    """Return those options that differ between noise heads, as [B N/r T S]."""
     heads, differing = query.shape[2] // (signals + 1), {}
     for name in ("mask", "bias", "alibi", "sink"):
         array = options.get(name)

@@ -23,9 +23,9 @@ class Statistics(NamedTuple):
     """Parameters a and b of φ(x) ∝ exp(wᵀ diag(a) w + wᵀ b x' − |x'|²/2).
 
     These features estimate exp(q'·k') without bias if all a < 1/8 and
-    b = √(1 − 4 diag(a)) R for a rotation R. Positive features have a = 0. FAVOR++ has
-    the same number in all of a. FAVOR# has one number for each principal direction of a
-    sample; these directions are the rows of R.
+    b = √(1 − 4 diag(a)) R for a rotation R. Positive features have a = 0. In FAVOR++
+    all entries of a are equal. In FAVOR# a has an entry for each principal direction of
+    a sample; these directions are the rows of R.
     """
 
     a: Float[Array, " H"]
@@ -47,7 +47,7 @@ def favor_statistics(
 
     Take the sample from other sequences than the ones that are attended to: statistics
     of the same sequence would leak later tokens to earlier ones. No gradient flows
-    through the statistics. Cost O((T + S) H² + H³). They are float32 at least.
+    through the statistics, which are float32 at least. Cost O((T + S) H² + H³).
 
     Args:
         query, key: a sample; each index of the axes before the last is one vector.
@@ -87,21 +87,22 @@ def favor_statistics(
 def unit_statistics(head_size: int, scale: Array) -> Statistics:
     """Return the statistics for independent entries of variance 1.
 
-    There s = 2 scale in all directions.
+    For these s = 2 scale in all directions, with s as in `favor_statistics`.
     """
     spectrum = jnp.full(head_size, 2 * scale)
     return _statistics(spectrum, jnp.eye(head_size, dtype=spectrum.dtype))
 
 
 def _statistics(spectrum: Array, directions: Array) -> Statistics:
-    """Return the statistics for the eigenvalues s and eigenvectors, the columns Rᵀ.
+    """Return the statistics for eigenvalues s; the eigenvectors are the columns of Rᵀ.
 
     In each direction a minimises
 
         log(1 − 4a) − log(1 − 8a) / 2 + 2 s (1 − 4a) / (1 − 8a)
 
-    These are the terms with a in the mean over pairs of log E_w[(φ(q) φ(k))²]. The
-    derivative is 0 where 16a² + (4s − 2) a − s = 0; the minimum is the negative root.
+    These are the terms of the mean over pairs of log E_w[(φ(q) φ(k))²] that depend on
+    a. The derivative is 0 where 16a² + (4s − 2) a − s = 0. The minimum is at the
+    negative root.
     """
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)
     a = (1 - 2 * spectrum - root) / 16

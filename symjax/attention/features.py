@@ -1,12 +1,13 @@
-"""Feature maps φ without random numbers; the weight of a pair is φ(query)·φ(key).
+"""Feature maps φ without random rows; the weight of a pair is φ(query)·φ(key).
 
-`PLAIN` maps the names of linear attention to feature maps without parameters. `UNIT` is
-the map of cosine attention. `hedgehog` and `t2r` are maps with learned weights, which a
-layer applies itself. `symjax.attention.random_features` has the maps of the Performer.
+`PLAIN` has the feature maps of linear attention by name; they have no parameters.
+`UNIT` is the map of cosine attention. `hedgehog` and `t2r` are maps with learned
+weights, which a layer applies before it calls `linear`. The maps of the Performer are
+in `symjax.attention.random_features`.
 
-If features change sign, their products may cancel in φ(query)·φ(key) and lose digits.
-So "squared", "taylor" and `UNIT` also have `pairs`, which computes the weights of pairs
-without features.
+If features change sign, the terms of φ(query)·φ(key) may cancel and lose digits. So
+"squared", "taylor" and `UNIT` also have a function `pairs`, which computes the weights
+of pairs without features.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,13 @@ Product = Callable[..., Array]  # an einsum
 
 
 def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
-    """Return the entry of `PLAIN` for one function of queries and keys.
+    """Return a feature map for `PLAIN` that is one function of queries and keys.
 
         PLAIN["softplus"] = plain(jax.nn.softplus)
 
     Args:
         function: acts on the last axis; it is the map of queries and of keys.
-        traits: attributes of `Features`.
+        traits: attributes of `Features`, by name.
     """
 
     def mapped(x: Array, parameters: None = None) -> LogFeatures:
@@ -126,7 +127,7 @@ def _one_and_unit(x: Array, parameters: None = None) -> LogFeatures:
 
 
 def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _Shifted]:
-    """Return vectors and numbers of queries and keys that are small if 1 + cos is.
+    """Return vectors and numbers of queries and keys, small where 1 + cos is small.
 
     The vectors are q̂ + m and k̂ − m, for any m, since
 
@@ -151,7 +152,7 @@ def _shifted(vector: Array, shortfall: Array) -> _Shifted:
 
 
 def _centred(query: LogFeatures, key: LogFeatures) -> tuple[LogFeatures, LogFeatures]:
-    """Return features of 1 + cos that cancel less, as `Features.centred` says."""
+    """Return the features of 1 + cos that `Features.centred` describes."""
     (row, of_row), (column, of_column) = _around_the_keys(query, key)
     of_row, of_column = of_row[..., None], of_column[..., None]
     rows = of_row, jnp.ones_like(of_row), row
@@ -179,7 +180,7 @@ def hedgehog(
     features are float32 at least.
 
     Raises:
-        ValueError: a weight that does not fit.
+        ValueError: the weight does not fit x.
     Source: Zhang et al. 2024, arXiv:2402.04347.
     """
     projected = _projected("hedgehog", x, weight)
@@ -197,7 +198,7 @@ def t2r(
     features are float32 at least. A query whose features are all 0 gets an output of 0.
 
     Raises:
-        ValueError: a weight or a bias that does not fit.
+        ValueError: the weight or the bias does not fit x.
     Source: Kasai et al. 2021, arXiv:2103.13076.
     """
     projected = _projected("t2r", x, weight)

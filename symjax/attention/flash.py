@@ -8,10 +8,10 @@
             out.append((weights @ v[near] + lq[t] @ lk[far].T @ v[far]) / G)
         return np.stack(out)
 
-`flash` reads all groups, `flash_causal` the past, and `flash_step` adds one token to a
-state. The state has the keys, linear keys and values of the last, incomplete group, and
-the sums of the groups before it. This file checks arguments. The computation is in
-`symjax.attention.recurrent.flash_groups`.
+`flash` attends to all groups, `flash_causal` to the past, and `flash_step` computes one
+token from a state. The state has the keys, linear keys and values of the last group,
+which is incomplete, and sums over the groups before it. This file checks arguments.
+The computation is in `symjax.attention.recurrent.flash_groups`.
 """
 
 from typing import Any
@@ -61,24 +61,24 @@ def flash(
     out[t] = Σ_s relu²(q_t·k_s·scale) v_s / divisor     s in the group of t
            + Σ_s q'_t·k'_s v_s / linear_divisor         s in any group
 
-    Groups are counted from the first token. If causal, the first sum ends with t and
-    the second with the group before. Time O(T (group_size (H + V) + M V)), memory
-    linear in T. Sums run in float32 at least. Weights are not normalised, and no ε is
-    added; a row that sees no key is zero.
+    Groups are counted from the first token. With `is_causal` the first sum ends with
+    token t, and the second with the group before that of t. Time
+    O(T (group_size (H + V) + M V)), memory linear in T. Sums run in float32 at least.
+    Weights are not normalised, and no ε is added; a row that sees no key is zero.
 
     Args:
         linear_query, linear_key: q' and k'; their size M may differ from H.
         mask: True = attend; it may only hide keys. A hidden token keeps its place in
             its group.
         scale: factor of the scores inside a group, 1/√H by default; it may be learned.
-        divisor, linear_divisor: constants; by default group_size, which does not depend
-            on T, as a causal model needs. The paper has scale=1/group_size, divisor=1,
-            and linear_divisor=group_size if causal, T if not.
+        divisor, linear_divisor: constants, group_size by default. In a causal model
+            they must not depend on T. The paper has scale=1/group_size, divisor=1, and
+            linear_divisor=group_size if causal, T if not.
         segment_ids: tokens see only their own run of equal ids. Groups do not restart
             with a segment.
     Raises:
-        ValueError: shapes that do not fit, a divisor or a group size not above 0, or
-            a mask that hides pairs and not keys.
+        ValueError: shapes that do not fit, a divisor or a group size that is not above
+            0, or a mask that hides pairs and not keys.
     Source: Hua et al. 2022, arXiv:2202.10447, section 4.
     """
     settings = _settings("flash", group_size, is_causal, scale, divisor, linear_divisor)
@@ -104,14 +104,14 @@ def flash_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
-    """Return `flash` over each token, its past, and what `state` has read.
+    """Return causal `flash`, where `state` has read the tokens before the first.
 
     Time as in `flash`.
 
     Args:
         mask: as in `flash`. Hidden tokens after the last visible token of an example
             are padding: the state does not count them.
-        state: from `flash_state`, `flash_step` or an earlier call, of the same group
+        state: from `flash_state`, `flash_step` or an earlier call, with the same group
             size. Its last segment continues with the first run of `segment_ids`.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
             device passes its part of every array, which must be whole groups. Devices
@@ -185,10 +185,11 @@ def flash_step(
 
 
 def _moved(before: FlashState, after: FlashState, count: Array | int) -> FlashState:
-    """Return the state `after` with its place moved by `count` tokens.
+    """Return the state `after` with `place`, which is `count` tokens after `before`.
 
-    The engine runs once per part of the heads if a mesh splits them. The place is the
-    same for all heads, so it is computed here.
+    `FlashState.place` is the number of tokens in the incomplete group. It is the same
+    for all heads, but the engine runs once per part of the heads if a mesh splits them.
+    So `place` is computed here.
     """
     place = (before.place + count) % before.key.shape[1]
     return after._replace(place=place.astype(before.place.dtype))
@@ -241,7 +242,7 @@ def _settings(
     divisor: float | None,
     linear_divisor: float | None,
 ) -> FlashSettings:
-    """Return the static settings of a call, checked."""
+    """Check the settings of a call, and return the static ones."""
     check_count(who, "group_size", group_size)
     check_flag(who, "is_causal", is_causal)
     check_number(who, "scale", scale)
@@ -277,7 +278,7 @@ def _tokens(
     segment_ids: Array | None,
     axis_name: str | None = None,
 ) -> FlashTokens:
-    """Return the arguments, checked. Hidden keys and values become 0, even NaN."""
+    """Check the arrays of a call. Return them with 0 in hidden keys and values."""
     check_tokens(who, query, key, value, mask, segment_ids, causal=True)
     linear = f"{who}, linear_query and linear_key"
     check_tokens(linear, linear_query, linear_key, value, None, None, causal=True)
@@ -298,7 +299,7 @@ def _tokens(
 def _check_state(
     who: str, state: FlashState, tokens: FlashTokens, group_size: int
 ) -> None:
-    """Raise unless the state fits the sizes of these tokens, naming all of them."""
+    """Raise unless the state fits the sizes of these tokens; the message has all."""
     wanted = jax.eval_shape(lambda: _empty_like(tokens, group_size))
     sizes = f"key {tokens.key.shape}, value {tokens.value.shape}"
     check_state(who, f"{sizes} and groups of {group_size}", state, wanted)

@@ -7,13 +7,13 @@
             out.append(q[t] @ sums)
         return np.stack(out)
 
-There is no denominator. `decay_causal` reads the past, chunk by chunk, and `decay_step`
-adds one token to a state. `symjax.attention.recurrent.decays` has the weights of the
-pairs inside a chunk.
+There is no denominator. `decay_causal` computes a sequence, chunk by chunk, and
+`decay_step` one token from a state. `symjax.attention.recurrent.decays` has the weights
+of the pairs inside a chunk.
 
-`retention_log_decay`, `lightning_log_decay` and `gated_log_decay` are the logarithms of
-decays of published models. `LOG_DECAYS` maps the names of model.attention.decay to
-them; the delta rule uses the same table.
+`retention_log_decay`, `lightning_log_decay` and `gated_log_decay` return log-decays of
+published models. `LOG_DECAYS` has an entry for each value of model.attention.decay,
+which the decay mechanism and the delta rule use.
 """
 
 from collections.abc import Callable
@@ -66,11 +66,11 @@ class DecayState(NamedTuple):
 class Decayed:
     """Recurrence S_t = exp(g_t) S_{t−1} + k_t v_tᵀ.
 
-    If all tokens have the same log-decay g, it is passed as `parameters`; otherwise as
-    an operand of each token.
+    If all tokens have the same log-decay g, g is passed as `parameters`; otherwise as
+    an operand with an entry per token.
 
     Attributes:
-        by_channel: g has one number per channel of the keys, not one per head.
+        by_channel: whether g has a number per channel of the keys, not one per head.
     """
 
     kernel = "decay"
@@ -112,8 +112,8 @@ class Decayed:
     def merge(self, one: tuple, two: tuple) -> tuple[DecayState, Float[Array, "B K F"]]:
         """Return the effect of two consecutive spans.
 
-        The first sums decay by the second log-decay; then both sums and both log-decays
-        are added.
+        The sums of the first span decay by the log-decay of the second span. Then the
+        sums are added, and so are the log-decays.
         """
         faded_sums = one[0].sums * jnp.exp(two[1])[..., None]
         return DecayState(faded_sums + two[0].sums), one[1] + two[1]
@@ -137,32 +137,30 @@ def decay_causal(
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ and out[t] = q_t S_t, with g_t = log_decay[t]
 
-    There is no scale and no denominator, and no ε is added: scale the query and
-    normalise the output. No decay is divided by another, so that decays of any size,
-    also 0, are exact. Query head n uses key head n // (N/K) and its decay. Sums run in
-    float32 at least. Time O(T (H V + chunk_size (H + V))); decays per channel add
-    O(T H √chunk_size) exponentials and products. The backward pass saves one state per
-    chunk, or per group of chunks that run in parallel.
+    There is no scale and no denominator, and no ε is added: the caller should scale the
+    query and normalise the output. No decay is divided by another, so decays of any
+    size, also 0, are exact. Query head n uses key head n // (N/K) and the decay of that
+    head. Sums run in float32 at least. Time O(T (H V + chunk_size (H + V))); decays per
+    channel add O(T H √chunk_size) exponentials and products. The backward pass saves
+    one state per chunk, or per group of chunks that run in parallel.
 
     Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
     pass saves a state per query head every 128 tokens; on a GPU a state per key head
     every 64 tokens, and 64 numbers per token and query head. Kernels have no
-    forward-mode derivative. With one decay per channel no forward-mode derivative is
-    promised on any platform.
+    forward-mode derivative. Decays per channel have none on any platform.
 
     Args:
         log_decay: at most 0; [K] or [B or 1, T or 1, K] for one decay per head,
             [B or 1, T or 1, K, H] for one per channel. −∞ clears the state. Values
-            that are traced, as under `jax.jit`, are not checked: above 0 they make the
-            state grow.
+            above 0 would make the state grow. Under `jax.jit` they are not detected.
         mask: True = attend; it may only hide keys. A hidden token neither writes to the
             state nor decays it. Its own output is read from the state.
         chunk_size: tokens per chunk, best a power of two; accelerators round it up to a
-            multiple of 128. T or more is the parallel form, quadratic in T.
+            multiple of 128. T or more gives the parallel form, quadratic in T.
         state: from `decay_state`, `decay_step` or an earlier call.
         return_state, segment_ids, axis_name: as in `linear_causal`.
         implementation: what computes the rows. None chooses a kernel of symjax if one
-            supports the call, and chunks otherwise. "jla" runs the kernels of
+            supports the call, and chunks in XLA otherwise. "jla" chooses the kernels of
             jax-linear-attention for Hopper GPUs: `pip install 'symjax[hopper]'`.
     Raises:
         ValueError: shapes that do not fit, a log-decay above 0, a mask that hides pairs
@@ -235,7 +233,7 @@ def decay_state(
 def retention_log_decay(heads: int) -> Float[Array, "N"]:
     """Return log(1 − 2^(−5−h)) for heads h = 0, 1, …
 
-    Weights fall to 1/e after about 32, 64, 128 … tokens.
+    The weights of these heads fall to 1/e after about 32, 64, … tokens.
 
     Raises:
         ValueError: fewer than 1 head.
@@ -284,8 +282,8 @@ def gated_log_decay(
     """Return power · log sigmoid(logits), in float32 at least.
 
     Raises:
-        ValueError: a power that is not above 0. Log-decays would be positive, and the
-            state would grow.
+        ValueError: a power that is not above 0. A negative power would give positive
+            log-decays, and the state would grow.
     Source: Yang et al. 2023, arXiv:2312.06635.
     """
     logits = as_array("gated_log_decay", "logits", logits)
@@ -296,14 +294,15 @@ def gated_log_decay(
 class LogDecay(NamedTuple):
     """Entry of `LOG_DECAYS`: the log-decays of a layer, at most 0.
 
-    An entry has `rates` or `gate`, or neither if the layer computes its decays itself.
+    An entry has `rates` or `gate`. If it has neither, `symjax.layers.parts.decays`
+    computes the log-decays.
 
     Attributes:
         rates: (heads, layer, layers) → constants [heads]; layers count from 0.
         gate: logits → log-decays, element by element. The layer computes the logits
             from the token by a learned linear map.
-        per: "head" or "channel": there is one logit for each.
-        low_rank: whether this linear map goes through 16 features.
+        per: "head" or "channel": there is one log-decay for each.
+        low_rank: whether the map to logits has rank 16, by a layer of 16 features.
     """
 
     rates: Callable[[int, int, int], Float[Array, "N"]] | None = None
@@ -312,8 +311,8 @@ class LogDecay(NamedTuple):
     low_rank: bool = True
 
 
-# Values of model.attention.decay. "mamba2" and "kda" need more weights than a linear
-# map of the token; `symjax.layers.parts.decays` computes their log-decays.
+# Values of model.attention.decay. "mamba2" and "kda" need more weights than a map to
+# logits, so `symjax.layers.parts.decays` computes their log-decays.
 LOG_DECAYS = {
     "retention": LogDecay(lambda heads, layer, layers: retention_log_decay(heads)),
     "transnormer": LogDecay(partial(lightning_log_decay, convention="transnormer")),

@@ -1,19 +1,19 @@
-"""Attention of gated attention units: squared ReLU of scores, not normalised.
+"""Attention of gated attention units (GAU): squared ReLU of scores, not normalised.
 
     def gau(q, k, v, divisor):               # one head: q, k [T H], v [T V]
         scores = q @ k.T / np.sqrt(q.shape[-1])
         return np.maximum(scores, 0) ** 2 / divisor @ v
 
 The weight of a pair is relu²(score) / divisor. The divisor has no default, since
-published implementations differ in it. With n keys, head size s and bias b:
+published implementations differ in it. With n keys, head size s and bias b they have
 
-    relu²(q·k / √s + b) / n      divisor=n, the scale left out      (bert4keras)
+    relu²(q·k / √s + b) / n      divisor=n, the default scale       (bert4keras)
     relu²((q·k + b) / n)         scale=1, divisor=n²                (FLASH-pytorch)
     relu²(q·k / n + b)           scale=1/n, divisor=1               (the paper)
 
-In a causal model the divisor must not depend on the length of the input, since rows
+In a causal model the divisor must not depend on the length of the input: otherwise rows
 would change when tokens are added. Use a constant, for instance the length in training,
-or "count".
+or "count", the number of keys that the row sees.
 """
 
 import math
@@ -59,18 +59,19 @@ def gau(
     divisor: float | str,
     **options: Any,
 ) -> Float[Array, "B T N V"]:
-    """Return relu²(q·k·scale + bias) V / divisor, the attention of a gated unit.
+    """Return relu²(q·k·scale + bias) V / divisor, the attention of a GAU.
 
     Time O(T S (H + V)) per head; memory linear in T and S. Weights are float32 at
     least. A row that sees no key is zero.
 
     A gated attention unit has one head, with a small query and key (128) and wide
-    values. Several heads work as in softmax.
+    values. This function also takes several heads, as softmax does.
 
     Args:
         divisor: a number; "count", the number of keys that a row sees; or
             "squared_count", its square.
-        options: all other options of `softmax`; implementations are "rows" and "whole".
+        options: all other options of `softmax`. `implementation` may be "rows" or
+            "whole".
     Raises:
         ValueError: shapes that do not fit together, naming both; a divisor that is not
             above 0, or an unknown name.

@@ -8,9 +8,9 @@
             out.append(φ(q[t]) @ sums / (φ(q[t]) @ total))
         return np.stack(out)
 
-φ maps one query or key to its features, by default elu(x) + 1. `linear` reads all keys,
-`linear_causal` the past, chunk by chunk, and `linear_step` adds one token to a state.
-`symjax.attention.recurrent.normalised` has the recurrence.
+φ maps one query or key to its features, by default elu(x) + 1. `linear` attends to all
+keys, and `linear_causal` to the past, chunk by chunk. `linear_step` computes one token
+from a state. The recurrence is in `symjax.attention.recurrent.normalised`.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def linear(
     Query head n uses key head n // (N/K). Time O((T + S) M V). A [T S] array is formed
     only if S ≤ M V / (M + V). Sums run in float32 at least. No ε is added to a
     denominator. A row is zero if it sees no key, or if its denominator is 0 or only
-    rounding error (but see "Rounding").
+    rounding error. "Rounding" below has an exception.
 
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",
@@ -57,11 +57,11 @@ def linear(
     and down to 1e-17 with "relu2" and "squared".
 
     Rounding. The features of "squared" and "taylor" change sign, so that sums over many
-    keys lose digits. The error of the output is about 1e-5 with head size 64. It is
-    larger if nearly all keys are orthogonal to the query. If the denominator of a row
-    that is read from a state is only rounding error, the row of "squared" or "taylor"
-    is not zero. It is the mean of the values, weighted by |k|² ("taylor": the plain
-    mean), and its query gets no gradient.
+    keys lose digits. The error of the output is about 1e-5 with head size 64. The error
+    is larger if nearly all keys are orthogonal to the query. A row of these features
+    that is read from a state is not zero if its denominator is only rounding error: it
+    is the mean of the values, weighted by |k|² ("taylor": the plain mean), and its
+    query gets no gradient.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
@@ -99,20 +99,20 @@ def linear_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Return `linear` over each token, its past, and what `state` has read.
+    """Return `linear` where each token sees itself, its past and the tokens in `state`.
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
     Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk,
     or per group of chunks that run in parallel. Kernels compute elu, relu and relu2 on
-    one TPU and on one NVIDIA GPU. Those for GPUs take bfloat16 arrays and multiply in
+    one TPU and on one NVIDIA GPU. GPU kernels take bfloat16 arrays and multiply in
     TF32. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
             continues with the first run of `segment_ids`.
         chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
-        segment_ids: the sums start at zero at each change of the id.
+        segment_ids: the sums begin again at zero where the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
             device passes its part of every array. Devices exchange their states.
     Returns:
@@ -186,7 +186,10 @@ def linear_state(
 
 
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
-    """Return the recurrence. Features given as a function are applied before it."""
+    """Return the recurrence.
+
+    If `features` is a function, `_mapped` applies it before the recurrence.
+    """
     if callable(features):
         return Normalised(IDENTITY)
     return Normalised(named(who, PLAIN, features))

@@ -10,7 +10,7 @@ f(A) = f(0) I + scale · Q g(M) Qᵀ with g(λ) = (f(λ) − f(0))/λ, and no [T
 formed. g is computed without eigenvectors and without a division by λ, so that
 gradients exist if eigenvalues repeat or are 0.
 
-`FUNCTIONS` maps names to f(0) and a function that multiplies by g(M).
+`FUNCTIONS` has f(0) and a function that multiplies by g(M), by name of f.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from symjax.attention.core.arguments import (
 from symjax.attention.core.meshes import on_any_mesh, rows_alone
 from symjax.attention.core.products import einsum, over, over_root
 
-# Of `_exponential`: exact to rounding for eigenvalues above −3500 in float64, and above
-# −20,000 in float32.
+# Constants of `_exponential`, which makes it exact to rounding for eigenvalues above
+# −3500 in float64, and above −20,000 in float32.
 DOUBLINGS, TERMS = 14, 10
 NORMALISE = "none", "rows", "l2"  # divisors of a row of f(A)
 
@@ -57,29 +57,30 @@ def matrix_function(
     ones_plus      1 + A/‖A‖² for every score, with the sum ‖A‖² of all squared scores
     (a₀, a₁, …)    a₀ I + a₁ A + a₂ A² + …
 
-    Rows of f(A) do not sum to 1 and may have negative entries, unless `normalise`
-    divides them. The rank of f(A) − f(0) I is at most H, and H + 1 for ones_plus; e^A
-    has full rank. `matrix_function_causal` is the causal form.
+    Rows of f(A) may have negative entries, and they sum to 1 only with normalise
+    "rows". The rank of f(A) − f(0) I is at most H, and H + 1 for ones_plus. e^A has
+    full rank. `matrix_function_causal` is the causal form.
 
     Time O(T H (H + V)), plus O(H² V) per degree of a polynomial, or O(H² (H + V)) for
     exponentials and resolvents. Sums run in float32 at least. No ε is added.
 
     Args:
         function: a name, or the coefficients of a polynomial, which may be learned.
-        mask: False hides a token: it changes no other row, and its own row is zero.
+        mask: False hides a token. A hidden token changes no other row, and its own row
+            is zero.
         scale: None means 1 / (n √H) for n visible tokens. Eigenvalues then do not grow
             with T, and are at most the largest |q|²/√H. e^A overflows float32 if an
             eigenvalue is above 88.
         alpha: α of the resolvents. None means −1: the output is V minus its ridge
             regression on Q, which exists for any Q. With a positive α keep α times the
             largest eigenvalue below 1, which is not checked.
-        normalise: divide every row of f(A) by its sum ("rows") or by its length, the
-            root of the sum of squares ("l2"), or by nothing ("none"). A row whose sum
-            is 0 is zero. Sums may be near 0, since entries have both signs.
+        normalise: "rows" divides every row of f(A) by its sum, "l2" by its Euclidean
+            length, "none" by nothing. A row whose sum or length is 0 is zero. Sums may
+            be near 0, since entries have both signs.
     Raises:
-        ValueError: shapes that do not fit; an unknown function; alpha without a
-            resolvent; a mask that hides pairs; segment_ids, since each segment would
-            need another matrix.
+        ValueError: shapes that do not fit; an unknown function; alpha with a function
+            that is no resolvent; a mask that hides pairs; segment_ids, since each
+            segment would need another matrix.
     Source: Courtois et al. 2024, arXiv:2406.06366 (the rank of QQᵀ); Higham 2008,
         Functions of Matrices, chapter 1.
     """
@@ -148,7 +149,10 @@ def _rows(
 
 
 def with_ones(x: Float[Array, "B T N H"], scale: Array | float = 1.0) -> Array:
-    """Return x with one more channel, 1/√scale. Its scores are 1 if x are queries."""
+    """Return x with one more channel, 1/√scale.
+
+    If x are queries, this channel adds 1 to every score scale · QQᵀ.
+    """
     one = jnp.broadcast_to(jnp.asarray(scale, x.dtype) ** -0.5, (*x.shape[:-1], 1))
     return jnp.concatenate([x, one], axis=-1)
 
@@ -157,7 +161,8 @@ def parsed_function(who: str, function: Any, alpha: Any) -> tuple[str | None, An
     """Return a function's name and alpha, or None and a polynomial's coefficients.
 
     Raises:
-        ValueError: the function is unknown, or alpha is given without a resolvent.
+        ValueError: the function is unknown, or alpha is given and the function is no
+            resolvent.
     """
     check_number(who, "alpha", alpha)
     if isinstance(function, str):
@@ -225,9 +230,9 @@ def _polynomial(gram: Array, weighted: Array, coefficients: Array) -> Array:
 
 
 def _ones_plus(gram: Array, weighted: Array, _: None) -> Array:
-    """Return W divided by ‖A‖², except for its last row, that of the ones.
+    """Return W divided by ‖A‖², except for its last row.
 
-    The last channel of the queries is the one of `with_ones`.
+    This row belongs to the channel that `with_ones` has added to the queries.
     """
     squares = (gram[..., :-1, :-1] ** 2).sum(axis=(-1, -2))[..., None, None]
     scores = over(weighted[..., :-1, :], squares)
@@ -247,7 +252,7 @@ FUNCTIONS: dict[str, tuple[float, Callable]] = {
 def _check(
     query: Array, value: Array, mask: Array | None, segment_ids: Array | None
 ) -> None:
-    """Raise on shapes that do not fit, naming both, and on segments."""
+    """Raise if query, value and mask do not fit together, or segments are given."""
     if segment_ids is not None:
         raise ValueError(
             "matrix_function: segment_ids are not possible, since every segment would "

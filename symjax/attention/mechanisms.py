@@ -1,8 +1,8 @@
 """The table of mechanisms: their functions, options, and capabilities.
 
 `MECHANISMS` has one `Mechanism` for each value of model.attention.mechanism. A test
-checks that each mechanism accepts what its entry declares, and refuses the rest by
-name.
+checks that each mechanism accepts the arguments that its entry declares, and that the
+error for any other argument names it.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -56,26 +56,25 @@ class Mechanism(NamedTuple):
         causal: attention of each token to itself and its past, or None.
         step: the causal form for one more token, or None.
         state: the empty state of the recurrence, or None.
-        options: keywords that the library sets, most of them from the key of
-            model.attention with the same name.
+        options: keywords that layers set, most of them from the key of model.attention
+            with the same name.
         own: further keywords, with their `Option`. A run sets them by
             model.attention.options.NAME. All functions of the mechanism take all of
-            them. A score mechanism declares them in `ScoreMechanism.own` instead.
+            them. Score mechanisms declare such keywords in `ScoreMechanism.own`.
         choices: option → the values that it may have. For features, `symjax.layers`
             adds learned feature maps.
         operands: names of arrays besides query, key and value.
         required: operands that have no default.
-        is_causal: whether `attend` takes the argument `is_causal`. Without it the
-            causal form is `causal`.
+        is_causal: whether `attend` takes the argument `is_causal`. If it does not,
+            `causal` is the only causal form.
         bidirectional: whether a token may attend to later tokens.
         mask: "pairs" if a mask has an entry per query and key, "keys" if per key.
         grouped: whether several query heads may share a key head.
-        lengths: whether the numbers of keys and queries may differ.
-        segments: whether it takes `segment_ids`: in its causal form, or in `attend` if
-            it has no causal form.
+        lengths: whether `attend` takes different numbers of keys and queries.
+        segments: whether `causal` takes `segment_ids`, or `attend` if `causal` is None.
         keys: whether its functions take an argument `key`; otherwise the queries are
             the keys.
-        gated: whether it replaces a whole block: it cannot be chosen for an attention
+        gated: whether its layer is a whole gated block (GAU, FLASH), not an attention
             layer.
         kernel: whether a kernel for TPUs or GPUs computes some of its calls.
         sparse: whether a weight may be exactly zero.
@@ -108,15 +107,15 @@ class Mechanism(NamedTuple):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Implementations of a `ScoreMechanism`; empty for others.
+        """Implementations of a `ScoreMechanism`; empty for other functions.
 
-        Layers of the others take the values that `symjax.layers.validate` lists.
+        `symjax.layers.validate` has the values for layers of other mechanisms.
         """
         return getattr(self.attend, "implementations", ())
 
     @property
     def declared(self) -> dict[str, Option]:
-        """Options that only this mechanism has, by name."""
+        """Options that the mechanism declares itself, by name."""
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
@@ -225,13 +224,13 @@ MECHANISMS = {
     ),
 }
 
-# Kind of name → the tables that have names of this kind. Users may add to them.
+# Kind of name → the tables of these names. A user's file may add entries to the tables.
 TABLES: dict[str, tuple[dict[str, Any], ...]] = {
     "mechanism": (MECHANISMS,),
     "features": (PLAIN, RANDOM_FEATURES),
     "decay": (LOG_DECAYS,),
 }
-# The names above, without those that users add to the tables later.
+# Kind of name → the names that the library itself has.
 BUILT_IN = {
     kind: frozenset(name for table in tables for name in table)
     for kind, tables in TABLES.items()
@@ -259,9 +258,9 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 def table() -> str:
     """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    `symmetric` and `differential` have no rows. As functions they take every mechanism
-    with the arguments (query, key, value): all but flash and matrix_function. Layers
-    have other limits (docs/training.md).
+    `symmetric` and `differential` have no rows. These functions take every mechanism
+    except flash and matrix_function, which have other arguments than (query, key,
+    value). Layers have other limits (docs/training.md).
     """
     names = capabilities(SCORED)
     rows = [("mechanism", *names, "time per head", "memory to decode")]

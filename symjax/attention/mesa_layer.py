@@ -1,4 +1,4 @@
-"""The Mesa layer: what a query reads from the ridge regression of values on keys.
+"""The Mesa layer: a query reads from the ridge regression of values on keys.
 
     def mesa(q, k, v, ridge):  # one head: q, k [T H], v [T V]
         moments, sums, out = ridge * np.eye(k.shape[1]), 0, []
@@ -8,7 +8,8 @@
             out.append(q[t] @ np.linalg.inv(moments) @ sums)
         return np.stack(out)
 
-`mesa_causal` reads the past, chunk by chunk, and `mesa_step` adds one token to a state.
+`mesa_causal` computes a sequence, chunk by chunk. `mesa_step` computes one token from a
+state.
 
 The recurrence is in `symjax.attention.recurrent.ridge`. With keys equal to queries, the
 values minus the output are a causal function of QQᵀ, the resolvent
@@ -58,9 +59,9 @@ def mesa_causal(
 
     Keys that are long relative to the ridge cost digits in float32. With 256 tokens of
     16 channels and chunks of 64, the error is up to 1e-3 of the largest output if |k|²
-    is 2e3 times the ridge, and 4e-2 at 2e5 times; at 2e7 times outputs are NaN. With
-    chunks of 16 it is up to 8e-4 at 2e5 times and 4e-3 at 2e7 times. Layers have keys
-    of length 1 and a ridge above 0.25.
+    is 2e3 times the ridge, and up to 4e-2 at 2e5 times. At 2e7 times outputs are NaN.
+    With chunks of 16 the error is up to 8e-4 at 2e5 times and 4e-3 at 2e7 times. In the
+    layers of symjax keys have length 1 and the ridge is above 0.25.
 
     Args:
         ridge: Λ, above 0: a number, one per key head, or one per key head and channel.
@@ -71,8 +72,9 @@ def mesa_causal(
         return_state, segment_ids, axis_name: as in `linear_causal`. Devices also
             exchange matrices [H H].
     Raises:
-        ValueError: shapes that do not fit, a mask that hides pairs and not keys, or a
-            state of other sizes; `state` or `return_state` together with axis_name.
+        ValueError: shapes that do not fit, a ridge that is not above 0, a mask that
+            hides pairs and not keys, or a state of other sizes; `state` or
+            `return_state` together with axis_name.
     Source: von Oswald et al. 2025, arXiv:2506.05233. The paper solves by conjugate
         gradients; here the solution is exact.
     """
@@ -137,7 +139,7 @@ def mesa_state(
 
 
 def _one(*arrays: Array) -> Float[Array, ""]:
-    """Return 1, the β of `Mesa` for keys that are divided by the root of the ridge."""
+    """Return 1, the β of `Mesa`: the keys are already divided by √ridge."""
     return jnp.ones((), sum_dtype(*arrays))
 
 

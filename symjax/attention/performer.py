@@ -7,7 +7,7 @@
         return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 With M random rows w of the projection W, φ(q)·φ(k) has the expected value M exp(q·k).
-The factor M cancels in the division.
+The factor M cancels when a row is divided by its denominator.
 
 These features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts
 a running maximum from their exponents, so that none overflows and no ε is needed.
@@ -16,8 +16,8 @@ Queries and keys may have any size whose squared length float32 can hold (entrie
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024
-features. With entries of size 1 the error is larger than that of the plain mean of all
-values. So normalise queries and keys.
+features. With entries of size 1 the error is larger than if the output were the plain
+mean of all values. So normalise queries and keys.
 """
 
 import math
@@ -59,10 +59,10 @@ def performer(
     trigonometric  φ(x) = exp(|x'|²/2) [cos w·x', sin w·x'], good for small x only;
                    weights may be negative, and a denominator may be near zero
     favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2); a reduces variance
-    favor#         as favor++, with one a for each direction of the statistics
+    favor#         as favor++, with one a for each principal direction of a sample
     relu           φ(x) = relu(w·x'), which does not estimate softmax
-    slay           features of the direction of x, for a kernel that falls with the
-                   distance of the directions (`symjax.attention.slay`)
+    slay           features of x / |x|, whose products estimate a function of the
+                   cosine of query and key (`symjax.attention.slay`)
 
     Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). A [T S] array is
     formed only if S ≤ M V / (M + V). Sums run in float32 at least. A row that sees no
@@ -76,13 +76,14 @@ def performer(
         scale: factor of the scores, above 0; 1/√H by default. It does not change the
             weights of relu and slay.
         statistics: for favor++ and favor#, from `favor_statistics`. None means the
-            statistics of queries and keys with independent entries of variance 1. Then
-            favor++ and favor# are equal.
+            statistics of queries and keys with independent entries of variance 1; with
+            these favor++ and favor# are equal.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
             segments only relu and slay have a forward-mode derivative (`jax.jvp`).
     Raises:
-        ValueError: shapes that do not fit, an unknown name, statistics for features
-            that take none, or a mask that hides pairs and not keys.
+        ValueError: shapes that do not fit, an unknown name, a scale that is not above
+            0, statistics for features that take none, or a mask that hides pairs and
+            not keys.
     Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, relu);
         Likhosherstov et al. 2022, arXiv:2205.15317, and 2023, arXiv:2302.00787; Luna et
         al. 2026, arXiv:2602.04915 (slay).
@@ -109,7 +110,7 @@ def performer_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Return `performer` over each token, its past, and what `state` has read.
+    """Return `performer` where each token sees itself, its past and those of `state`.
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
@@ -118,18 +119,18 @@ def performer_causal(
     earlier chunks stay bitwise the same. Earlier rows of the token's chunk change only
     by rounding errors. No ε is added.
 
-    On one TPU, kernels compute features that are exponentials. On one NVIDIA GPU,
-    kernels compute all features except trigonometric ones, for value sizes 16, 32, 64
-    and 128. They take bfloat16 arrays, multiply in TF32, and save a float32 state every
-    64 tokens. All kernels take at most 1024 features. `jax.jvp` works only with relu
-    and slay, and only if no kernel runs.
+    On one TPU, kernels run for positive, hyperbolic, favor++ and favor#. On one NVIDIA
+    GPU, kernels run for all features except trigonometric ones, for value sizes 16, 32,
+    64 and 128. GPU kernels take bfloat16 arrays, multiply in TF32, and save a float32
+    state every 64 tokens. All kernels take at most 1024 features. `jax.jvp` works only
+    with relu and slay, and only if no kernel runs.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
             the same projection, features, scale and statistics. Its last segment
             continues with the first run of `segment_ids`.
         chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
-        segment_ids: the sums start at zero at each change of the id.
+        segment_ids: the sums begin again at zero where the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
             device passes its part of every array. Devices exchange their states.
     Returns:
@@ -195,10 +196,10 @@ def performer_state(
 ) -> LinearState:
     """Return the state of `performer_causal` before the first token.
 
-    For M features it has M V sums, M totals and M running maxima per key head, in
-    float32 at least. Trigonometric features share one maximum; relu and slay have none.
-    M is the number of rows of the projection; for hyperbolic and trigonometric features
-    it is twice that number.
+    With M features the state has M V sums, M totals and M running maxima per key head,
+    in float32 at least. Trigonometric features share one maximum; relu and slay have
+    none. M is the number of rows of the projection, and twice that number for
+    hyperbolic and trigonometric features.
 
     Raises:
         ValueError: as `performer`; a size or a dtype that is wrong.
@@ -220,7 +221,7 @@ def _recurrence(
     scale: float | None,
     statistics: Statistics | None,
 ) -> tuple[Normalised, RandomFeatures]:
-    """Return the recurrence and its parameters, checked."""
+    """Check the arguments, and return the recurrence and its parameters."""
     recurrence = Normalised(named(who, RANDOM_FEATURES, features))
     check_kind(who, jnp.floating, query=query, key=key, projection=projection)
     check_positive(who, "scale", scale)

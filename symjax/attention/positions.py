@@ -28,22 +28,23 @@ def rotate(
     frequencies: Float[Array, "#B #T half"] | Float[Array, " half"] | None = None,
     attention_factor: float = 1.0,
 ) -> Float[Array, "B T N H"]:
-    """Turn pair i of the first R = share·H features by position · base^(−2i/R).
+    """Rotate pair i of the first R = share·H features by position · base^(−2i/R).
 
-    The product of a rotated query and a rotated key depends on their distance alone.
-    Angles are computed in float32 at least; features after the first R stay as they
-    are, bit for bit. On one TPU a kernel computes the rotation if T and R are multiples
-    of 128. It has no forward-mode derivative (`jax.jvp`).
+    The product of a rotated query and a rotated key depends on their positions through
+    the distance alone. Angles are computed in float32 at least. Features after the
+    first R stay as they are, bit for bit. On one TPU a kernel computes the rotation of
+    bfloat16 and float32 arrays if T and R are multiples of 128. The kernel has no
+    forward-mode derivative (`jax.jvp`).
 
     Args:
         positions: one per token, or one row for all examples.
         interleaved: pairs are (2i, 2i + 1), as in GPT-J and the published
             differential layers; otherwise (i, i + R/2), as in GPT-NeoX.
-        share: share of the features that are turned, counted from the first.
+        share: share of the features that are rotated, counted from the first.
         frequencies: angle per position of each pair, instead of base^(−2i/R); the same
             for all tokens, or one row per token. `rope_frequencies` returns those of
             scaled RoPE.
-        attention_factor: factor of the R turned features.
+        attention_factor: factor of the R rotated features.
     Raises:
         ValueError: share·H is not an even number from 2 to H; x is not a floating array
             [B T N H]; positions or frequencies do not fit x; a base or an
@@ -80,7 +81,7 @@ def rotate(
 
 
 def turning_features(shape: tuple[int, ...], share: float) -> int:
-    """Return R = share·H, the number of features that `rotate` turns.
+    """Return R = share·H, the number of features that `rotate` rotates.
 
     Args:
         shape: shape of an array whose last axis is a head, or (H,).
@@ -104,7 +105,7 @@ def _checked_frequencies(
     """Return the frequencies as an array with axes of batch, time and pairs.
 
     Raises:
-        ValueError: they do not fit x, which has this shape.
+        ValueError: the frequencies do not fit `shape`, the shape of x.
     """
     array = as_array("rotate", "frequencies", frequencies)
     array = array[None, None] if array.ndim == 1 else array
@@ -122,7 +123,7 @@ def _checked_frequencies(
 def sinusoidal(
     positions: Int[Array, "*T"], width: int, base: float = 10000.0
 ) -> Float[Array, "*T {width}"]:
-    """Return sin(position · base^(−2i/width)) as feature 2i, the cosine as 2i + 1.
+    """Return features: 2i is sin(position · base^(−2i/width)), 2i + 1 is the cosine.
 
     The result has the default float type, or that of the positions if it is wider.
 
@@ -164,22 +165,21 @@ def alibi_bias(
     keys: Int[Array, "S"],
     rows: Int[Array, "T"] | None = None,
 ) -> Float[Array, "1 N #T S"]:
-    """Return a bias of the scores that falls with distance, one slope m per head.
+    """Return a bias of the scores that falls with distance, with a slope m per head.
 
     For causal attention the bias is −m·(last − s), where s is the position of a key and
     `last` that of the last key. One row is enough for all queries: adding a number to a
     whole row of scores changes no weight of softmax, sparsemax or entmax. Biases of
     keys far from the last one have rounding errors, which the option `alibi` of score
-    mechanisms avoids. For other attention the bias is −m·|t − s|, with a row for each
-    query t.
+    mechanisms avoids. With `rows` the bias is −m·|t − s|, with a row for each query t.
 
     Args:
-        heads: number of heads, which then have the slopes of `alibi_slopes`; or the
-            slopes.
+        heads: the slopes, or the number of heads, which then have the slopes of
+            `alibi_slopes`.
         keys: positions of the keys.
         rows: positions of the queries; None for causal attention.
     Raises:
-        ValueError: positions or slopes have more than one axis.
+        ValueError: positions or slopes do not have one axis.
     Source: Press et al. 2021, arXiv:2108.12409, equation 2.
     """
     is_count = isinstance(heads, int | np.integer)
@@ -202,15 +202,15 @@ def alibi_bias(
 def position_bias(
     weight: Float[Array, "N M"], positions: Int[Array, "#B S"]
 ) -> Float[Array, "#B N 1 S"]:
-    """Return a bias of scores by the position of the key, w·f(s) with w of each head.
+    """Return a bias of scores by the position s of the key, w·f(s), with a w per head.
 
-    f(s) are the M features of `sinusoidal`. With this bias, scores that are symmetric
-    without it differ between (query t, key s) and (query s, key t). All queries have
-    the same bias, so it takes O(N S) memory, and cached keys need no change.
+    f(s) has the M features of `sinusoidal`. The bias breaks the symmetry of scores: it
+    differs between (query t, key s) and (query s, key t). All queries have the same
+    bias, so it takes O(N S) memory, and cached keys need no change.
 
     Args:
         weight: w of each head.
-        positions: of the keys; one row for all examples, or one row per example.
+        positions: positions of the keys, one row for all examples or one per example.
     Raises:
         ValueError: weight or positions do not have two axes, or M is odd or below 2.
     Source: Kayyam et al. 2026, arXiv:2606.04032: the part of their position term that

@@ -6,9 +6,9 @@ depends on the query alone, which cancels in the division by the denominator. Th
 is M exp(|q'|²/2) for positive features. The maps `relu` and `slay` estimate other
 functions. `RANDOM_FEATURES` maps names to feature maps.
 
-Most features are exponentials. `LogFeatures` has their exponents, and
-`symjax.attention.recurrent.linear_state` subtracts a running maximum from these, so
-that no exponential overflows.
+Most features are exponentials. `LogFeatures` has the exponents of features, from which
+`symjax.attention.recurrent.linear_state` subtracts a running maximum, so that no
+exponential overflows.
 """
 
 import functools
@@ -40,13 +40,13 @@ def orthogonal_projection(
     signs Q is not uniform: estimates are then wrong by factors from 0.68 to 1.35 that
     depend on the direction.
 
-    Cost O(M H²). The result is float32, also if jax has 64-bit types, so that one `rng`
+    Cost O(M H²). The result is float32 even if jax has 64-bit types, so that one `rng`
     gives the same rows in every program.
 
     Args:
         features: M, the number of rows.
-        norms: lengths of the rows. "chi" draws the lengths of normal vectors; then the
-            estimate of exp(q·k) has no bias. "constant" makes all lengths √H; then it
+        norms: lengths of the rows. With "chi" they are those of normal vectors, and the
+            estimate of exp(q·k) has no bias. With "constant" all are √H: the estimate
             has a bias, but the output of attention has less variance.
 
     Raises:
@@ -79,14 +79,14 @@ def orthogonal_projection(
 
 @functools.cache
 def default_projection(head_size: int) -> np.ndarray:
-    """Return the projection of calls without one: 256 rows, the same in each call."""
+    """Return the projection for calls that pass none: always the same 256 rows."""
     with jax.ensure_compile_time_eval():
         rows = orthogonal_projection(jax.random.key(0), 256, head_size)
     return np.asarray(rows)
 
 
 def _project(x: Array, random: RandomFeatures) -> Array:
-    """Return W x √scale + offset, in full precision, since φ is exp of it."""
+    """Return W x √scale + offset in full precision: most φ are its exponential."""
     product = in_six_passes if x.dtype == jnp.float32 else einsum
     scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
     projected = product("...h,mh->...m", scaled, random.rows.astype(x.dtype))
@@ -103,8 +103,8 @@ def _estimating(
 ) -> Features:
     """Return the feature map of exp(q'·k') from features f(w·x'), where x' = x √scale.
 
-    Features of a key are multiplied by exp(sign |k'|²/2). The factor exp(sign |q'|²/2)
-    of a query is left out: it would cancel in the division.
+    Features of a key are multiplied by exp(sign |k'|²/2). The features of a query leave
+    out their factor exp(sign |q'|²/2): it would cancel in the division.
 
     Args:
         features: f, a function of w·x' for all rows w.
@@ -155,9 +155,9 @@ def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
 def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
-    They are below e^(1.85 |w|), and |w| is about √H. Float32 holds sums of a million of
-    them up to |w| = 39, so they need no exponent: queries are divided by their largest
-    feature before products.
+    The features are below e^(1.85 |w|), where |w| is about √H. Up to |w| = 39 float32
+    holds sums of a million of them. So they need no exponent: `Normalised.prepare`
+    divides a query by its largest feature before products.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)
@@ -167,7 +167,7 @@ def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
 
 _POSITIVE = _estimating(_exponential, exponential=(1,))
 # Values of model.attention.features for the mechanism "performer". "favor#" and
-# "favor++" are positive features of other rows, which `favor.adapted` makes.
+# "favor++" are positive features with other rows and offsets, from `favor.adapted`.
 RANDOM_FEATURES = {
     "favor#": _POSITIVE,
     "favor++": _POSITIVE,

@@ -1,17 +1,18 @@
 """Scaled frequencies of RoPE, for texts longer than those of training.
 
-RoPE turns pair i of R features by θ_i = base^(−2i/R) per token. A model that was
+RoPE rotates pair i of R features by θ_i = base^(−2i/R) per token. A model that was
 trained with n tokens (`original_length`) is to read texts s times as long (`factor`).
-The kinds of scaling replace θ_i:
+Each kind of scaling replaces θ_i:
 
 linear    by θ_i / s
 dynamic   in texts of L > n tokens, by θ_i of a larger base:
           base · (s L/n − s + 1)^(R/(R − 2))
-yarn      by θ_i / s for slow pairs; fast pairs keep θ_i; a ramp in i between them. The
-          turned features are multiplied by 0.1 ln s + 1
-llama3    by θ_i / s for pairs with fewer than low_frequency_factor turns in n tokens;
-          pairs with more than high_frequency_factor turns keep θ_i; a ramp in turns
-          between them
+yarn      by θ_i / s for slow pairs. Fast pairs keep θ_i. The share of θ_i / s rises
+          linearly with i between them. The caller multiplies rotated features by
+          0.1 ln s + 1 (`rope_attention_factor`)
+llama3    by θ_i / s for pairs with fewer than low_frequency_factor turns in n tokens.
+          Pairs with more than high_frequency_factor turns keep θ_i. Between them the
+          share of θ_i / s falls linearly with the number of turns
 
 Sources: Chen et al. 2023, arXiv:2306.15595 (linear); Peng et al. 2023, arXiv:2309.00071
 (yarn, and dynamic in its appendix B); Llama Team 2024, arXiv:2407.21783 (llama3).
@@ -55,16 +56,18 @@ def rope_frequencies(
     type, since it depends on the array `length`.
 
     Args:
-        size: R, the number of features that turn.
-        kind: "none", "linear", "dynamic", "yarn" or "llama3"; the docstring of
-            `symjax/attention/rope_scaling.py` has their formulas.
-        factor: s, the ratio of the new length of texts to `original_length`.
+        size: R, the number of rotated features.
+        kind: "none", "linear", "dynamic", "yarn" or "llama3"; the formulas are at the
+            top of `symjax/attention/rope_scaling.py`.
+        factor: s, the ratio of the new length of texts to `original_length`. At least
+            1.
         original_length: n, needed by dynamic, yarn and llama3.
-        low_frequency_factor, high_frequency_factor: for llama3, turns in n tokens.
-            Pairs with fewer turns than the first are divided by s; pairs with more
-            turns than the second are not changed.
+        low_frequency_factor, high_frequency_factor: for llama3, two numbers of turns in
+            n tokens. θ_i is divided by s if pair i makes fewer turns than the first,
+            and unchanged if it makes more than the second.
         beta_slow, beta_fast: the same two limits for yarn.
-        truncate: for yarn, round the ends of the ramp outwards to whole pairs.
+        truncate: for yarn, round the two limits, as numbers of pairs, to integers, the
+            lower one down and the upper one up.
         length: for dynamic, L of each text.
     Raises:
         ValueError: an option is out of its range, or the kind is unknown.
@@ -110,7 +113,7 @@ def rope_frequencies(
 
 
 def rope_attention_factor(factor: float) -> float:
-    """Return 0.1 ln s + 1, the factor of turned queries and keys in yarn.
+    """Return 0.1 ln s + 1, the factor of rotated queries and keys in yarn.
 
     Raises:
         ValueError: a factor below 1.
@@ -140,7 +143,7 @@ def _dynamic(
     original_length: int,
     length: Int[Array, "*L"] | int,
 ) -> Float[Array, "*L half"]:
-    """Return frequencies whose base grows with the length of a text beyond n."""
+    """Return frequencies of a base that grows with the length of a text above n."""
     size = 2 * len(pairs)
     if size == 2:
         raise ValueError(f"{who}: kind 'dynamic' needs at least 4 features, got 2")
@@ -164,8 +167,8 @@ def _unscaled_share(
 ) -> Float[np.ndarray, " half"]:
     """Return the share of θ_i that yarn does not scale: 1 for fast pairs, 0 for slow.
 
-    The ramp is linear in i, as in the published code. In the paper it is linear in
-    turns.
+    Between fast and slow pairs the share is linear in i, as in the published code. In
+    the paper it is linear in the number of turns.
     """
     if base <= 1:
         raise ValueError(f"{who}: kind 'yarn' needs a base above 1, got {base}")

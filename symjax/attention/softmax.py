@@ -20,9 +20,9 @@ from symjax.attention.scores.rows import KEPT
 def softmax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> tuple[Float[Array, "*B t s"], Float[Array, "*B t 1"]]:
-    """Return the weights exp(score − maximum of the row), and their sum in each row.
+    """Return the weights exp(score − maximum of the row), and the sum of each row.
 
-    Weights of hidden pairs are 0. The sum of a row without visible keys counts as 1.
+    Weights of hidden pairs are 0. A row without visible keys gets 1 as its sum.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)

@@ -5,8 +5,8 @@
         total = np.abs(powers).sum(axis=-1, keepdims=True) + epsilon
         return np.maximum(powers, 0) / total @ v
 
-A key with a negative score has weight 0, and still counts in the denominator. So all
-weights of a row may be 0: it needs no first token as an attention sink.
+A key with a negative score has weight 0, and still counts in the denominator. All
+weights of a row may be 0, so a model needs no token as an attention sink.
 """
 
 import jax
@@ -15,17 +15,18 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.scores.mechanism import ScoreMechanism
 
-EPSILON = 1e-6  # of the denominator
-NEAR = 1.0  # up to this score expm1 is exact where exp(score) − 1 would cancel
+EPSILON = 1e-6  # added to the denominator
+NEAR = 1.0  # below this score expm1 is used: exp(score) − 1 would cancel near 0
 
 
 def softpick_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> tuple[Float[Array, "*B t s"], Float[Array, "*B t 1"]]:
-    """Return relu(exp(score) − 1), 0 for hidden pairs, and the divisors of the rows.
+    """Return the numerators relu(exp(score) − 1), and the divisors of the rows.
 
-    Both are multiplied by exp(−top), so that no exponential overflows. top is the
-    maximum of the row, or 0 if that is negative.
+    Numerators of hidden pairs are 0. Numerators and divisors are multiplied by
+    exp(−top), so that no exponential overflows. `top` is the maximum of the row, or 0
+    if the maximum is negative.
     """
     if visible is not None:
         scores = jnp.where(visible, scores, 0)  # a score of 0 has no weight
@@ -43,8 +44,8 @@ softpick = ScoreMechanism(
     softpick_weights,
     """Attention with rectified weights, relu(exp(z) − 1) / (Σ |exp(z) − 1| + 1e-6).
 
-    z = q·k·scale + bias. A key whose score is not above 0 has weight zero, and a
-    gradient through the denominator. The weights of a row add up to at most one.
+    z = q·k·scale + bias. A key whose score is not above 0 has weight zero. It still has
+    a gradient, through the denominator. The weights of a row add up to at most one.
 
     Source: Zuhri, Fuadi & Aji 2025, arXiv:2504.20966.
     """,

@@ -26,14 +26,17 @@ FLOOR = -2.0  # least scaled score, relative to the maximum; thresholds are at l
 def sparsemax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> Float[Array, "*B t s"]:
-    """Return the nearest point of the simplex; zeros if no key is visible."""
+    """Return the point of the simplex nearest to the scores.
+
+    A row without visible keys has only zeros.
+    """
     return _excess(1, _hide(scores, visible))
 
 
 def entmax15_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> Float[Array, "*B t s"]:
-    """Return [score/2 − τ]₊² of the visible keys; zeros if none is visible."""
+    """Return [score/2 − τ]₊², and 0 for hidden pairs."""
     return _excess(2, _hide(scores, visible)) ** 2
 
 
@@ -45,8 +48,8 @@ sparsemax = ScoreMechanism(
     weights = [z − τ]₊ with Σ [z − τ]₊ = 1, for z = q·k·scale + bias
 
     A key whose score is more than 1 below the maximum of the row has weight zero and no
-    gradient. The threshold τ is exact up to rounding. It is found without sorting, in a
-    few passes over the row, O(log S) at worst.
+    gradient. The threshold τ is exact up to rounding. It is computed without sorting,
+    in a few passes over the row, O(log S) at worst.
 
     Source: Martins & Astudillo 2016, arXiv:1602.02068; τ as in Michelot 1986.
     """,
@@ -74,9 +77,9 @@ def _hide(scores: Array, visible: Array | None) -> Array:
 def _above_threshold(power: int, scores: Array) -> Array:
     """Return [z/power − τ]₊ along the last axis, with Σ [z/power − τ]₊^power = 1.
 
-    Scores of −∞ give zeros. The maximum of the row is subtracted, and lower scores are
-    raised to `FLOOR`, which is below every threshold. The backward pass saves the
-    maximum and the threshold, and does not search again.
+    Scores of −∞ give zeros. The maximum of the row is subtracted. Scaled scores below
+    `FLOOR`, which is below every threshold, are raised to it. The maximum and the
+    threshold are saved, so the backward pass does not compute them again.
     """
     top = scores.max(axis=-1, keepdims=True)
     top = checkpoint_name(jnp.where(top == -jnp.inf, 0, top), KEPT)
@@ -114,8 +117,8 @@ def _threshold(power: int, scores: Array) -> Array:
     """Return τ of each row, by Newton's method for Σ [z − τ]₊^power = 1.
 
     The first τ is 1 below the maximum, where the sum is at least 1. The sum is convex
-    and falls with τ, so τ rises in each step and never passes the root. It takes
-    O(log S) steps at worst; rows of 64 to 32768 scores took 2 to 14.
+    and falls with τ, so τ rises in each step and never passes the root. The number of
+    steps is O(log S) at worst; for rows of 64 to 32768 scores it was 2 to 14.
     """
     least = jnp.finfo(scores.dtype).eps
 

@@ -32,11 +32,11 @@ def symmetric_key(
     """Return the keys of symmetric attention: query or U·query, optionally normalised.
 
     With a metric U the score of a pair is q_tᵀ U q_s. U may be any matrix. Apply rotary
-    positions to query and key after this function, not before. The cost is O(T N H²)
-    with a metric.
+    positions to query and key after this function, not before. With a metric the cost
+    is O(T N H²).
 
     Args:
-        normalise: "unit" divides a key by its length, or by 1e-12 if it is shorter
+        normalise: "unit" divides a key by its length, or by 1e-12 if the length is less
             (shared queries and keys of Reformer). "rms" divides a key by
             √(mean of squares + 1e-6).
     Raises:
@@ -80,18 +80,19 @@ def symmetric(
 ) -> Float[Array, "B T N V"]:
     """Return attend(query, symmetric_key(query), value): the keys are the queries.
 
-    Scores are symmetric, s_ts = s_st, if U is. Without a metric a token usually scores
-    highest with itself, |q|²/√H; `mask_self=True` hides it. The cost is that of
-    `attend`, plus O(T N H²) with a metric.
+    Scores are symmetric, s_ts = s_st, if keys are not normalised and there is no metric
+    or a symmetric one. Without a metric a token usually has its highest score, |q|²/√H,
+    with itself; `mask_self=True` hides this pair. The cost is that of `attend`, plus
+    O(T N H²) with a metric.
 
     Args:
         metric, normalise: options of `symmetric_key`.
-        attend: any mechanism with the arguments (query, key, value, **options). Not
-            `matrix_function`, which takes no keys: its keys are always the queries.
+        attend: any mechanism with the arguments (query, key, value, **options). This
+            excludes `matrix_function`, whose keys are always the queries.
         options: options of `attend`.
     Raises:
-        ValueError: value and query differ in heads. Grouped heads would need one key
-            for several queries.
+        ValueError: value and query differ in heads. Grouped heads are impossible, since
+            each query head has its own key. Also as `symmetric_key` and `attend`.
     Source: Courtois et al. 2024, arXiv:2406.06366 (a metric); Kitaev et al. 2020,
         arXiv:2001.04451 (shared and normalised keys).
     """

@@ -1,1 +1,1 @@
-"""Code that all mechanisms share: arguments, visibility, operands, products, meshes."""
+"""Code that mechanisms and kernels share, such as checks, masks and mesh axes."""

@@ -1,4 +1,4 @@
-"""Checks of arguments that all mechanisms have; messages name both sides."""
+"""Checks of arguments of mechanisms. A message says what was wanted and what came."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ KINDS = {  # names of the kinds of arrays in errors
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for an error: one line, and the shape of an array."""
+    """Return a value as one line of text for an error; of an array, its shape."""
     if getattr(value, "shape", ()):
         return f"an array of shape {value.shape}"
     return " ".join(repr(value).split())
@@ -48,7 +48,7 @@ def state_sizes(
     """Return the checked sizes of the state before any token.
 
     Raises:
-        ValueError: a size or the dtype is wrong, naming it.
+        ValueError: a size or the dtype is wrong. The message names it.
     """
     check_count(who, "batch", batch, least=0)
     check_count(who, "kv_heads", kv_heads)
@@ -71,16 +71,16 @@ def check_dtype(who: str, dtype: Any) -> None:
 
 
 def check_flag(who: str, name: str, value: bool) -> None:
-    """Raise unless the value is True or False of Python, as a static value must be."""
+    """Raise unless the value is True or False of Python; an array is refused."""
     if not isinstance(value, bool):
         raise ValueError(f"{who}: {name} must be True or False, got {shown(value)}")
 
 
 def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """Raise unless the value is one number, and finite if it is one of Python.
+    """Raise unless the value is one number. A Python number must also be finite.
 
     Args:
-        needed: refuse None, too.
+        needed: None is refused; otherwise it passes.
     """
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
@@ -96,7 +96,10 @@ def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> No
 
 
 def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """Raise unless the value is one finite number above 0; a traced number passes."""
+    """Raise unless the value is one finite number above 0.
+
+    A traced number passes, and so does None unless `needed` is set.
+    """
     check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
@@ -114,7 +117,7 @@ def check_log_decay(who: str, log_decay: Any) -> None:
     are not checked.
 
     Raises:
-        ValueError: a log-decay is above 0, naming the largest.
+        ValueError: a log-decay is above 0. The message has the largest.
     """
     if log_decay is None or isinstance(log_decay, Tracer):
         return
@@ -130,13 +133,16 @@ def check_log_decay(who: str, log_decay: Any) -> None:
 
 
 def check_function(who: str, attend: Callable) -> None:
-    """Raise unless `attend` is a function, for instance if it is the name of one."""
+    """Raise unless `attend` is a function. The name of a function is refused."""
     if not callable(attend):
         raise ValueError(f"{who}: attend must be a function, got {attend!r}")
 
 
 def check_kind(who: str, kind: type, **arrays: Any) -> None:
-    """Raise unless the arrays are of this kind, naming the wrong one; None passes."""
+    """Raise unless the arrays are of this kind; None passes.
+
+    The message names the first wrong array.
+    """
     for name, array in arrays.items():
         if array is None:
             continue
@@ -147,7 +153,7 @@ def check_kind(who: str, kind: type, **arrays: Any) -> None:
 
 
 def check_floating(who: str, **arrays: Any) -> None:
-    """Raise unless all are arrays of floating numbers, naming the wrong one."""
+    """Raise unless all are arrays of floating numbers; None is refused."""
     for name, array in arrays.items():
         if array is None:
             raise ValueError(f"{who}: {name} must be {KINDS[jnp.floating]}, got None")
@@ -158,7 +164,7 @@ def as_array(who: str, name: str, value: Any) -> Array:
     """Return a number, a list or an array as an array of real numbers.
 
     Raises:
-        ValueError: it is none of them, naming it.
+        ValueError: the value is none of these. The message has its name.
     """
     try:
         array = jnp.asarray(value)
@@ -174,8 +180,8 @@ def check_arrays(who: str, **arrays: Array) -> None:
     """Raise unless all are floating arrays [batch, time, heads, size].
 
     Raises:
-        ValueError: a wrong shape, naming all arrays and their shapes; or a wrong type,
-            naming the array.
+        ValueError: a shape is wrong: the message names all arrays and their shapes. Or
+            a type is wrong: the message names the array.
     """
     check_floating(who, **arrays)
     if any(x.ndim != 4 or x.shape[2] == 0 for x in arrays.values()):
@@ -195,11 +201,11 @@ def check_heads(
     branches: bool = False,
     signals: int = 1,
 ) -> None:
-    """Raise if shapes of query, key and value do not fit together, naming both.
+    """Raise if query, key and value do not fit together. The message has the shapes.
 
     Args:
         branches: a value head may belong to several key heads.
-        signals: if above 1, the heads are groups, see `check_groups`.
+        signals: above 1, `check_groups` checks the numbers of heads instead.
     """
 
     def refuse(wanted: str, **two: Array) -> None:
@@ -225,13 +231,14 @@ def check_heads(
 def check_groups(
     who: str, query: Array, key: Array, value: Array, signals: int
 ) -> None:
-    """Raise if heads are not groups of `signals` signal heads and one noise head.
+    """Raise unless the heads fit grouped differential attention.
 
-    Keys are groups too: a signal key for each value head, and a noise key for each
-    value head or for each noise head, whichever are fewer.
+    The query heads are groups of `signals` signal heads and one noise head, whose map
+    is subtracted from theirs. Key has a signal head for each value head. It has a noise
+    head for each value head or for each noise head of query, whichever are fewer.
 
     Raises:
-        ValueError: naming the shapes of query, key and value.
+        ValueError: the numbers of heads do not fit. The message has the shapes.
     """
     groups, values = query.shape[2] // (signals + 1), value.shape[2]
     noise_keys = min(groups, values)
@@ -253,7 +260,7 @@ def check_groups(
 
 
 def check_mask(who: str, mask: Array, key: Array) -> None:
-    """Raise unless a mask is [B or 1, 1, 1, S], the same for all rows and heads."""
+    """Raise unless a mask has the shape [B or 1, 1, 1, S or 1]: it hides keys only."""
     check_kind(who, jnp.bool_, mask=mask)
     shape = (1,) * (4 - mask.ndim) + mask.shape
     batch, length = key.shape[:2]
@@ -297,7 +304,7 @@ def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
     """Raise unless a state has the type and shapes of the wanted one.
 
     Args:
-        given: the arguments that need such a state, for errors.
+        given: text for the message: the arguments that need such a state.
         wanted: a NamedTuple of arrays.
     """
     shapes = partial(jax.tree.map, jnp.shape)
@@ -329,7 +336,11 @@ def check_tokens(
     *,
     causal: bool,
 ) -> None:
-    """Raise on shapes that do not fit, naming both; `causal` requires T = S."""
+    """Raise if the arguments do not fit together. The message has the shapes.
+
+    Args:
+        causal: whether query and key must be equally long (T = S).
+    """
     check_heads(who, query, key, value)
     check_kind(who, jnp.integer, segment_ids=segment_ids)
     if causal and query.shape[1] != key.shape[1]:

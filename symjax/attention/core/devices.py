@@ -17,8 +17,9 @@ def lowered_for(*platforms: str) -> AbstractContextManager:
         with lowered_for("tpu", "cuda"):
             jax.export.export(jax.jit(function), platforms=("tpu", "cuda"))(*arrays)
 
-    Only `jax.export` and `lowering_platforms` need it. Without it, a program for a
-    platform that is not on this machine is correct, but may have the loops of the CPU.
+    Callers need it only for `jax.export` and for `lower(lowering_platforms=…)`. Without
+    it, a program for a platform that is not on this machine is correct, but may have
+    the loops that are fast on a CPU.
 
     Args:
         platforms: "cpu", "cuda", "rocm" or "tpu", as `jax.lax.platform_dependent`
@@ -104,10 +105,10 @@ def _device_kind() -> str:
 
 
 def on_tpu() -> bool:
-    """Return whether the devices of the mesh, or of this machine, are supported TPUs.
+    """Return whether the traced program may run our kernels for TPUs.
 
-    The compiler of kernels has no 64-bit types, and TPUs before v4 cannot multiply
-    bfloat16.
+    They need TPUs of v4 or later, and jax_enable_x64 off, since the compiler of kernels
+    has no 64-bit types. The devices are those of the mesh, or of this machine.
     """
     if backend() != "tpu" or jax.config.read("jax_enable_x64"):
         return False
@@ -118,7 +119,7 @@ def on_cuda() -> bool:
     """Return whether the devices are NVIDIA GPUs with bfloat16 tensor cores.
 
     These have compute capability 8.0 or higher. The devices are those of the mesh, or
-    of this machine. GPUs of a mesh that are not on this machine count as such.
+    of this machine. If the mesh has GPUs and this machine has none, the result is True.
     """
     if backend() != "gpu":
         return False
@@ -131,8 +132,8 @@ def on_cuda() -> bool:
 def on_hopper() -> bool:
     """Return whether the traced program may run our kernels for NVIDIA Hopper GPUs.
 
-    The kernels need a Hopper GPU such as the H100, H200 or GH200, jax 0.11 or later for
-    its Mosaic GPU, and no 64-bit types.
+    The kernels need a Hopper GPU such as the H100, H200 or GH200, Mosaic GPU of jax
+    0.11 or later, and jax_enable_x64 off.
     """
     if backend() != "gpu" or jax.config.read("jax_enable_x64"):
         return False

@@ -1,4 +1,4 @@
-"""Feature maps: features with exponents, and maps of queries and keys."""
+"""Feature maps φ of linear attention: their results, properties and parameters."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,18 +10,19 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# The shift of a row is the largest, over features, of the query's exponent plus the
-# largest exponent of the state and of all keys of the chunk, also of keys that the row
-# does not see. Denominators are divided by exp(shift). If Σ |terms of the denominator|
-# is then below 1e-20 = e⁻⁴⁶, the row has underflowed.
+# The denominator of a row is divided by exp(shift), so that it does not overflow. The
+# shift is the maximum over the features of the query's exponent plus the largest
+# exponent of the state and of all keys of the chunk, also of keys that the row does not
+# see. If Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has
+# underflowed.
 UNDERFLOW = 1e-20
 
 
 class LogFeatures(NamedTuple):
-    """Features φ = amplitude · exp(exponent).
+    """Features φ = amplitude · exp(exponent), along the last axis.
 
-    An amplitude of None is 1, an exponent of None is 0. The last axis has the features.
-    It has length 1 in an exponent that all features share.
+    An amplitude of None is 1, an exponent of None is 0. If all features share one
+    exponent, the last axis of `exponent` has length 1.
 
     Attributes:
         source: the arrays that `Features.pairs` and `Features.centred` compute with,
@@ -69,33 +70,33 @@ def row_shift(query: LogFeatures) -> Array:
 
 
 class Features(NamedTuple):
-    """A feature map φ of queries and one of keys, and what the arithmetic may use.
+    """A feature map φ of queries and one of keys, and their properties.
 
     Attributes:
         query, key: (array [… H], parameters) → LogFeatures [… M]. They act on the last
-            axis only. Both have an amplitude, or neither; the same for exponents. The
-            query may lack a factor that all its features share, since it cancels in the
-            division by the denominator.
+            axis only. If the features of one have an amplitude, so do those of the
+            other; likewise an exponent. The map of queries may leave out a factor that
+            all features of a query share: it cancels in the division by the
+            denominator.
         pairs: (einsum, φ(q), φ(k), divisor) → weights φ(q)·φ(k) / divisor of all pairs,
-            computed from the sources of the features. Maps whose features change sign
-            may have it, because a sum over features may lose digits. The divisor is the
-            number by which `Normalised.prepare` has divided φ(q). None: weights are
+            computed from the sources of the features. It is for maps whose features
+            change sign, since a sum over such features may lose digits. The divisor is
+            the number by which `Normalised.prepare` has divided φ(q). None: weights are
             sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: H → n: the first n features of a key are never negative. "squared"
-            has n = H (the squares), "taylor" and cosine have n = 1 (the number 1). Set
-            it if features change sign but no pair has a negative weight. Then
-            `recurrent.cancellation` subtracts a mean of the values from the state
-            before a row reads it. In this mean the weight of a value is the sum of the
-            first n features of its key: the state has these sums.
-        centred: (φ(q), φ(k)) → other features with the same products, which cancel less
-            because they are shifted by the mean of all keys. Only bidirectional
-            attention can use them, since it knows all keys. In the result the first
-            feature of every key is 1.
+        nonnegative: a function H → n, where the first n features of a key are never
+            negative: n = H for "squared" (the squares), n = 1 for "taylor" and cosine
+            (the number 1). Set it if features change sign but no pair has a negative
+            weight. Then `recurrent.cancellation` subtracts a mean of the values from
+            the state before a row reads it. In this mean the weight of a value is the
+            sum of the first n features of its key, which the state has.
+        centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
+            are shifted by the mean of all keys, so that the terms of a product cancel
+            less. Only bidirectional attention can use them, since it knows all keys. In
+            the result the first feature of every key is 1.
         bounded: whether the first feature is 1 and the others are a vector of length 1
-            at most, as in cosine. No pair has a negative weight then, and the |terms|
-            of a pair sum to at most 2. GPU kernels take such maps even if features
-            change sign.
+            at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
+            sum to at most 2. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one number and is never
             negative. NVIDIA kernels compute such features themselves.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 SHORTEST = 16  # rows with fewer visible keys have the log scale of 16 keys
-FLOOR, STEP = 8192, 0.1  # of Llama 4
-NEAR = 10.0  # tokens within which distance changes little: τ of the paper
-LAWS = ("floor", "distance")  # values of `length_scale` that are names
+FLOOR, STEP = 8192, 0.1  # constants of `floor_scale`
+NEAR = 10.0  # τ of `distance_scale`: closer keys have nearly unchanged scores
+LAWS = ("floor", "distance")  # values of `length_scale` that are names, not arrays
 
 
 def log_scale(visible: Int[Array, "*shape"], base: float) -> Shaped[Array, "*shape"]:

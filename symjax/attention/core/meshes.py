@@ -20,13 +20,13 @@ RARE = "rare_case"  # name of branches for rare cases in compiled programs
 
 
 def varying(tree: Any) -> frozenset[str]:
-    """Return the axes of a `jax.shard_map` over which one of the arrays varies."""
+    """Return the axes of a `jax.shard_map` over which at least one array varies."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
     return frozenset().union(*axes)
 
 
 def vary_alike(tree: Any) -> Any:
-    """Return the arrays, all of them varying over the same mesh axes.
+    """Return the same arrays, cast so that all vary over the same mesh axes.
 
     A loop needs a carry whose type does not change. In a `jax.shard_map` the axes over
     which an array varies are part of its type.
@@ -43,10 +43,10 @@ def vary_alike(tree: Any) -> Any:
 def batched_alike(tree: Any) -> Any:
     """Return the same values, such that `jax.vmap` batches all arrays or none.
 
-    A function with `jax.custom_vjp` needs it for its results. If `vmap` over B examples
-    batches some results and not others, jax 0.10 and 0.11 give the others B times their
-    gradient. Here each array depends on all arrays, by a `jnp.where` whose condition is
-    always False. XLA removes the added operations.
+    A function with `jax.custom_vjp` must return such results. If `vmap` over B examples
+    batches only some of the results, jax 0.10 and 0.11 multiply the gradients of the
+    rest by B. Here each array depends on all arrays, by a `jnp.where` whose condition
+    is always False. XLA removes the added operations.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):
@@ -65,7 +65,7 @@ def rows_alone(tokens: Any) -> P:
 
 
 def rows_and_state(tokens: Any) -> tuple[P, P]:
-    """Return the shardings of rows and of a state [B …], which is split by example."""
+    """Return the shardings of rows and of a state [B …], whose only split axis is B."""
     rows = rows_alone(tokens)
     return rows, P(rows[0])
 
@@ -85,10 +85,10 @@ def on_any_mesh(
     specs: Callable[[Any], Any] = rows_and_state,
     inline: bool = False,
 ) -> Callable[[Callable], Callable]:
-    """Decorate a function f(*static, tokens, *arrays): compile it, for any mesh.
+    """Decorate a function f(*static, tokens, *arrays) so that it runs on any mesh.
 
-    The function is compiled once per shape and per value of its static arguments. It
-    sees arrays that all vary over the same manual axes.
+    The function is compiled once per shape and per value of its static arguments. Its
+    arrays are cast so that all vary over the same manual axes.
 
     On mesh axes of type Explicit, every operation would have to declare the sharding of
     its result. Inside the function these axes are of type Auto, so that XLA chooses
@@ -121,9 +121,9 @@ def on_any_mesh(
 
 
 def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Decorate a function of arrays for any mesh.
+    """Decorate a function so that it runs on any mesh.
 
-    The result has the sharding of the first array.
+    All its arguments are arrays, and its result gets the sharding of the first.
     """
 
     @wraps(function)

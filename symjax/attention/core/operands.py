@@ -30,13 +30,13 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Adjustment(NamedTuple):
-    """Learned changes of scores. Kernels refuse them; the ring refuses only `length`.
+    """Learned changes of scores. No kernel supports them. The ring refuses `length`.
 
     Attributes:
         row_decay, key_decay: sums of the log-decays up to each row and up to each key.
             The absolute value of their difference is subtracted from the score.
         sink: logit of one more key without a value, which every row sees.
-        length: slope and power of a factor of each row, see `lengths.adaptive_scale`.
+        length: slope and power of a factor of each row (`lengths.adaptive_scale`).
     """
 
     row_decay: Float[Array, "#B Nq T 1"] | None = None
@@ -57,7 +57,7 @@ class Adjustment(NamedTuple):
 class Operands(NamedTuple):
     """Arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
-    Heads come before time: that is 3 to 11 % faster on a CPU.
+    Heads come before time, which is 3 to 11 % faster on a CPU.
     """
 
     query: Float[Array, "B Nq T H"]
@@ -71,7 +71,10 @@ class Operands(NamedTuple):
     adjustment: Adjustment | None = None
 
     def swapped(self) -> "Operands":
-        """Return the operands with time before heads, or with heads before time."""
+        """Return the operands with the axes of heads and time exchanged.
+
+        Only query, key and value change.
+        """
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
         return self._replace(query=query, key=key, value=value)
 
@@ -170,7 +173,7 @@ class ScoreSettings(NamedTuple):
             which `Adjustment.length` has the slope and power of each row.
         offset: position of row 0 among the keys; None if known only at run time.
         whole: compute all rows as one block, without checkpointing.
-        dtypes: types in which keys and values are multiplied.
+        dtypes: types in which keys and values are multiplied, in this order.
         block_rows, extents, few_keys: sizes of blocks; see the constants of
             `symjax.attention.scores.rows`.
         signals: with λ, number of signal heads that share a noise head.
@@ -192,8 +195,8 @@ class ScoreSettings(NamedTuple):
 def signal_keys(key_heads: int, value_heads: int) -> int:
     """Return the number of signal keys before each noise key.
 
-    Each value head has a signal key, and the other key heads are noise keys. The result
-    is 0 if there are no others.
+    There is one signal key for each value head. All further key heads are noise keys;
+    without any the result is 0.
     """
     noise_keys = key_heads - value_heads
     return value_heads // noise_keys if noise_keys else 0
@@ -202,8 +205,8 @@ def signal_keys(key_heads: int, value_heads: int) -> int:
 def repeat_noise(x: Array, signals: int, *, axis: int = 2) -> Array:
     """Return heads (signal, …, signal, noise) as (signal, noise, signal, noise, …).
 
-    N/r groups of r + 1 heads become 2N heads: each noise head is repeated for each
-    signal head of its group.
+    N/r groups of r + 1 heads become 2N heads: a noise head is repeated for each signal
+    head of its group.
 
     Args:
         signals: r, the number of signal heads before each noise head.
@@ -220,10 +223,10 @@ def repeat_noise(x: Array, signals: int, *, axis: int = 2) -> Array:
 
 
 def rows_spec(operands: Operands) -> P:
-    """Return the sharding of output rows: that of the queries.
+    """Return the sharding of output rows, which is that of the queries.
 
-    With `lam` there are fewer output heads than query heads; they are sharded as the
-    heads of the values.
+    With `lam` there are fewer output heads than query heads. Output heads are then
+    sharded as the heads of the values.
     """
     batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
     if operands.lam is not None:

@@ -11,7 +11,7 @@ class Option(NamedTuple):
     Attributes:
         default: a bool, an int, a float or a str; all values have its type.
         meaning: one line for --help.
-        choices: the words that are allowed; empty: all.
+        choices: the allowed words; empty means any.
         least, most: limits of a number, inclusive.
     """
 

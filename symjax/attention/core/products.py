@@ -1,6 +1,6 @@
 """Products of matrices with the precision that a mechanism needs.
 
-`products(*arrays)` returns the einsum for arrays of these dtypes.
+`products(*arrays)` returns an einsum that is as precise as the dtypes of the arrays.
 """
 
 import re
@@ -23,13 +23,14 @@ def _einsum(
 ) -> Array:
     """Return `jnp.einsum(spec, *arrays)`.
 
-    On a CPU the axes b and k of `spec` are merged into one, and so are g and t:
-    with two batch axes XLA's compiler for CPUs transposes and recomputes the operands.
-    Two axes are merged if they are adjacent in every term that has one of them, and if
-    XLA may not split arrays over devices. Call this function inside `on_any_mesh`.
+    On a CPU the axes b and k of `spec` are merged into one, and so are g and t: with
+    two batch axes XLA's compiler for CPUs transposes and recomputes the operands. Two
+    axes are merged if they are adjacent in every term that has one of them, no axis is
+    broadcast, and XLA may not split arrays over devices. Call this function inside
+    `on_any_mesh`.
 
     Args:
-        cuda: algorithm of NVIDIA GPUs, in place of `precision`.
+        cuda: algorithm on NVIDIA GPUs, in place of `precision`.
     """
     plain = partial(jnp.einsum, spec, precision=precision)
     forms = {}
@@ -57,7 +58,7 @@ def _separate_einsum(
 def _merged(
     precision: jax.lax.Precision, spec: str, arrays: tuple[Array, ...]
 ) -> Callable | None:
-    """Return the product with B and K, or G and T, as one axis; None if impossible."""
+    """Return the einsum with b and k, or g and t, as one axis; None if impossible."""
     *names, output = terms = re.split(",|->", spec)
     pairs = [
         pair
@@ -98,7 +99,7 @@ in_six_passes = partial(einsum, cuda=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
 def squared_length(x: Array) -> Array:
-    """Return |x|² [… 1], as a product, which XLA computes faster on a CPU."""
+    """Return |x|² [… 1]. The einsum is faster on a CPU than a sum of squares."""
     return einsum("...h,...h->...", x, x)[..., None]
 
 
@@ -124,9 +125,9 @@ def over_root(x: Array, square: Array) -> Array:
 def products(*arrays: Array, cancel: bool = False) -> Callable[..., Array]:
     """Return an einsum with float32 sums that is as precise as the arrays.
 
-    For arrays of more than 16 bits the result is `einsum`. For arrays of 16 bits it is
-    faster: three bfloat16 passes on TPUs, TF32 on GPUs, whose tensor cores do not
-    multiply in full precision.
+    For arrays of more than 16 bits the result is `einsum`, in full precision. For
+    arrays of 16 bits it is faster: three bfloat16 passes on TPUs, and TF32 on GPUs,
+    whose tensor cores do not multiply in full precision.
 
     Args:
         cancel: sums of the products will cancel. Then 16-bit arrays also have full

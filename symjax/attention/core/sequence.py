@@ -1,11 +1,11 @@
 """Time split over an axis of a mesh in a `jax.shard_map`, and segments of time.
 
-All devices hold parts of time of the same length, in the order of the axis. Score
-mechanisms need the keys of other devices. Recurrences need only the state after the
-tokens of the devices before.
+Each device holds a part of the tokens, in the order of the axis. All parts are equally
+long. Score mechanisms need the keys of other devices. Recurrences need only the state
+after the tokens of all earlier devices.
 
-Nothing here uses `psum`. In a `jax.shard_map` with check_vma=False its derivative is
-another `psum`, so with n devices a gradient is n times too large.
+Nothing here uses `psum`: in a `jax.shard_map` with check_vma=False the derivative of
+`psum` is another `psum`, so with n devices a gradient is n times too large.
 
 A segment is a run of equal ids; its tokens see no token of another segment.
 """
@@ -82,7 +82,8 @@ def around_ring(
     In each turn every device computes (local, moving) = meet(local, moving, source),
     where `source` is the index of the device that these moving arrays began on. Between
     turns each device passes `moving` to the next device. With n devices there are n
-    turns and n − 1 passes. At the end a device holds the `moving` of the next device.
+    turns and n − 1 passes. At the end a device holds the arrays that began on the next
+    device.
     """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
@@ -106,13 +107,13 @@ def if_seen(
 
     Args:
         length: number of tokens of a device.
-        distance: index of the other device minus the index of this one.
+        distance: index of the device of the keys minus the index of this device.
     """
     left, right = window
     seen = jnp.asarray(True)
-    if left is not None:  # position of the other's last key − first row here
+    if left is not None:  # position of the last key − position of the first row
         seen &= (distance + 1) * length - 1 >= -left
-    if right is not None:  # position of the other's first key − last row here
+    if right is not None:  # position of the first key − position of the last row
         seen &= (distance - 1) * length + 1 <= right
     if left is None and right is None:
         return visit(start)
@@ -166,7 +167,8 @@ def segment_state_before(
 ) -> Any:
     """Return the state before the first token of this device.
 
-    It has read those tokens of earlier devices that are in the segment of this token.
+    The state has read those tokens of earlier devices that are in the segment of the
+    first token.
 
     Args:
         own: the state of the last segment on this device, arrays [B …].

@@ -1,16 +1,16 @@
-"""Rows of output that underflow in a chunk, computed again.
+"""Second computation of the rows of output that underflow in a chunk.
 
-In a chunk all rows divide a feature by its maximum over all keys of the chunk, so that
+The features of all keys of a chunk are divided by their maximum over the chunk, so that
 the weights of pairs are one matrix product (`recurrent/normalised.py`). A row
 underflows if the sum of the |terms| of its denominator is below 1e-20 = e⁻⁴⁶. That can
-only happen if a later key has features e⁴⁶ times as large as all keys that the row
-sees.
+only happen if a later key of the chunk has features e⁴⁶ times as large as all keys that
+the row sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
-For `Normalised` that is `exact_rows`, where each row divides by the largest feature of
-the keys that it sees, and each pair takes one exponential per feature. For GPU kernels
-it is their fallback in XLA. TPU kernels do not use this file: they contain their own
-second computation.
+For `Normalised` this function is `exact_rows`: each row divides by the largest feature
+of the keys that it sees, and each pair takes one exponential per feature. For GPU
+kernels it is their fallback in XLA. TPU kernels do not use this file: they recompute
+such rows themselves.
 """
 
 from collections.abc import Callable
@@ -35,14 +35,15 @@ def recompute_underflow(
     visibility: Any,
     inputs: Any,
 ) -> Any:
-    """Return the rows of `fast`, and those of `exact` where a row underflowed.
+    """Return the rows of `fast`; rows that underflowed are those of `exact`.
 
-    If a row underflowed, `exact` computes all rows, in a `jax.lax.cond`, once forward
+    If any row underflowed, `exact` computes all rows in a `jax.lax.cond`, once forward
     and once backward. Rows that did not underflow are still bitwise those of `fast`, so
     that no example depends on another one.
 
     Args:
-        fast: (visibility, inputs) → (rows, underflowed), with a bool for each row.
+        fast: (visibility, inputs) → (rows, underflowed); `underflowed` has a bool for
+            each row.
         exact: (visibility, inputs) → rows.
         visibility: arrays without a gradient.
         inputs: arrays with a gradient.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-HIDDEN = -(2**30)  # a position outside every window with a left bound
+HIDDEN = -(2**30)  # position of added keys: outside every window with a left bound
 
 
 @partial(
@@ -18,7 +18,7 @@ HIDDEN = -(2**30)  # a position outside every window with a left bound
 )
 @dataclass(frozen=True)
 class Visibility:
-    """Keys that each row sees, given the positions of rows and keys in time.
+    """Keys that each row (each query) sees, given the positions of rows and keys.
 
     A row at position t sees a key if
 
@@ -129,9 +129,10 @@ class Visibility:
 def part(
     x: Array | None, axis: int, _: int = 0, *, start: int | Array, size: int
 ) -> Array | None:
-    """Return `size` entries of an axis from `start` on; an axis of length 1 stays.
+    """Return `size` entries of an axis from `start` on.
 
-    The third argument is ignored: `map_keys` passes a fill value.
+    An axis of length 1 or `size` stays as it is. The third argument is ignored:
+    `map_keys` passes a fill value.
     """
     if x is None or x.shape[axis] in (1, size):
         return x
@@ -154,7 +155,7 @@ def hidden_as_zero(
     """Return keys, values and other arrays of keys, with 0 for hidden keys.
 
     NaN and infinity in hidden keys then reach no output and no gradient. NaN in a query
-    still reaches its own row, and may reach the gradient of every key, hidden or not,
-    because 0 · NaN is NaN. Set queries of padding to zero.
+    still reaches its own row. It may also reach the gradient of every key, hidden or
+    not, because 0 · NaN is NaN. So set queries of padding to zero.
     """
     return tuple(jnp.where(visible[:, :, None, None], x, 0) for x in arrays)

@@ -19,8 +19,8 @@ def compiled_step(
     """Return the compiled training step for batches of `shape`; print that it compiles.
 
     Args:
-        refuse: whether to refuse a step that needs more memory than a device has. It is
-            False when compiling for devices that this machine does not have.
+        refuse: whether to refuse a step that needs more memory than a device has. Pass
+            False to compile for devices that this machine does not have.
         machine: name of another machine that the step is compiled for, for the line.
     Raises:
         ValueError: `refuse` is True, and the step needs more memory than a device has.

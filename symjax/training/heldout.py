@@ -23,12 +23,14 @@ from symjax.training.context import Run
 from symjax.training.step import Means, State, means
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
-MAPS, LONGEST_MAP = 4, 512  # number of rows whose maps are measured; most tokens of one
+MAPS, LONGEST_MAP = 4, 512  # rows whose attention maps are measured; most tokens each
 MEAN_OR_LARGEST = {"entropy": np.mean, "largest_logit": np.max}  # over rows
 
 
 def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
-    """Return the held-out loss; show and log it, with a sample if it is configured.
+    """Return the held-out loss; show and log it.
+
+    If evaluate.sample is on and the model continues text, a sample is shown too.
 
     Args:
         norms: gradient norm of each layer [layers] in the last step, to be logged too.
@@ -75,8 +77,8 @@ def measure(run: Run, state: State, count: int) -> Means:
 def lambdas(run: Run, state: State) -> dict[str, float]:
     """Return λ of every differential layer by its name in metrics.jsonl.
 
-    Differential V2 has one λ for each token and head. For V2 the mean of these over the
-    first held-out batch is returned.
+    Differential V2 has one λ for each token and head: their mean over the first
+    held-out batch is returned.
     """
     kind = run.options.model.attention.differential
     if kind == "none":
@@ -95,9 +97,9 @@ def lambdas(run: Run, state: State) -> dict[str, float]:
 def attention_statistics(run: Run, state: State) -> dict[str, float]:
     """Return entropy and largest logit of every layer, by the names in metrics.jsonl.
 
-    They are measured on 4 held-out rows, one after another. Rows are cut to 512 tokens
-    if the examples allow shorter rows. A row counts as one document, also if it holds
-    several. The dict is empty if log.attention is off.
+    They are measured on 4 held-out rows, one after another. Rows have at most 512
+    tokens, unless the examples have a fixed length. A row counts as one document, even
+    if it holds several. The dict is empty if log.attention is off.
     """
     if not run.options.log.attention:
         return {}
@@ -142,7 +144,7 @@ def references(examples: Examples, count: int, total: int) -> str:
 def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
     """Return the first tokens of the held-out text and the model's continuation.
 
-    The continuation ends at the end of a document, if the model writes one.
+    The continuation stops where the model writes the token that ends a document.
 
     Args:
         weights: params and constants, on the host.

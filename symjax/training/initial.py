@@ -35,9 +35,9 @@ def initial_state(
     A new state has random weights, or the weights of `options.init_from`.
 
     Returns:
-        The state, the constants, the configuration in the checkpoint (None for a new
-        state), and the model's configuration in `init_from` (None if no weights were
-        read from there).
+        The state; the constants (arrays that do not train, such as random projections);
+        the configuration in the checkpoint, None for a new state; and the model's
+        configuration in `init_from`, None if no weights were read from there.
     Raises:
         ValueError: the checkpoint does not fit the configuration, or the weights of
             `init_from` do not.
@@ -61,7 +61,7 @@ def _new_state(
 ) -> tuple[State, dict[str, Any], config.Model | None]:
     """Return a new state, its constants, and the model's configuration in `init_from`.
 
-    The last is None if `init_from` is not set.
+    The configuration is None if `init_from` is not set.
     """
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(options.seed)
@@ -72,8 +72,8 @@ def _new_state(
         changed = changes(source, model)
         if changed and is_process_zero():
             print_warning(
-                "init_from: before training the model computes another function, by "
-                f"{', '.join(changed)}"
+                "init_from: before training the model computes another function, since "
+                f"keys differ: {', '.join(changed)}"
             )
         state = state._replace(params=_placed(origin.params, state.params))
         found = carried(constants, origin.constants, origin.options, model)
@@ -89,9 +89,9 @@ def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> 
             symjax or of transformers.
         examples: data of the new run.
     Raises:
-        ValueError: `origin` has no weights, they were trained on other tokens than
-            those of `examples`, or they do not fit the model. The message begins with
-            `init_from`.
+        ValueError: `origin` has no weights, or its weights do not fit the model, or
+            they were trained on tokens with another meaning than those of `examples`.
+            The message begins with `init_from`.
     """
     try:
         where = resolve(origin)
@@ -143,9 +143,9 @@ def _folder_weights(
 
 
 def _needed_keys(source: config.Model, target: config.Model) -> list[str]:
-    """Return the command-line options that make the weights of `source` fit a target.
+    """Return the command-line options with which the weights of `source` fit `target`.
 
-    The list is empty if they fit already.
+    The list is empty if the weights fit without them.
     """
     needed = []
     for name, _, _ in validation.fields(config.Model):
@@ -166,7 +166,7 @@ def _needed_keys(source: config.Model, target: config.Model) -> list[str]:
 
 
 def _placed(values: Any, like: Any) -> Any:
-    """Return copies of the arrays with the shardings of another tree.
+    """Return copies of the arrays `values`, with the shardings of the arrays `like`.
 
     A conversion may use one array for two weights. A training step donates each weight,
     so each needs its own copy.

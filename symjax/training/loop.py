@@ -51,19 +51,19 @@ from symjax.training.step import (
 )
 from symjax.training.workdir import locked, removed_on_failure
 
-MOST_SKIPPED = 20  # a run ends after so many skipped steps in a row
+MOST_SKIPPED = 20  # skipped steps in a row after which a run ends
 
 
 def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) -> None:
     """Train until `options.steps`, from the newest checkpoint of `workdir` if any.
 
     Args:
-        allow: keys that may differ from those of the checkpoint. Rows of the data are
-            numbered by step · batch_size, so a run with another batch_size continues at
-            another place of the data.
+        allow: keys that may differ from those of the checkpoint. Step n begins at row
+            (n − 1) · batch_size of the data, so a run with another batch_size continues
+            at another row.
     Raises:
         ValueError: bad input, found before the first step; the message is one line and
-            the workdir is unchanged. Also if the data cannot be read in a later step.
+            the workdir is unchanged. Or the data cannot be read in a later step.
         FloatingPointError: the loss or its gradient is not finite, or the gradient is
             a spike, and the step may not be skipped (see `report`); or the held-out
             loss is not finite when an evaluation or a checkpoint is due.

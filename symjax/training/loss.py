@@ -3,8 +3,8 @@
 With a large vocabulary the logits [B T vocabulary] are the largest array of a step.
 Beyond a limit, each device computes the logits of one part of its tokens at a time. It
 reduces them to losses, and in a training step also to gradients, before the next part.
-A separate backward pass would have to compute the logits again: one more product with
-the output layer.
+A separate backward pass would compute the logits again, by one more product with the
+output layer.
 """
 
 from collections.abc import Callable
@@ -189,8 +189,9 @@ def _sum_over_parts(part: Callable) -> Callable[..., Objective]:
 
     Args:
         part: (weights, hidden, targets, count) → (Objective, gradients), where the
-            gradients of `minimised` are with respect to weights and hidden states. All
-            arrays are arguments, since `jax.custom_vjp` allows none in a closure.
+            gradients of `minimised` are with respect to weights and hidden states. It
+            takes all arrays as arguments, since a function with `jax.custom_vjp` may
+            not close over traced arrays.
     """
 
     def forward(weights: Any, hidden: Array, targets: Array, count: Array) -> Any:

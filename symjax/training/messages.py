@@ -77,7 +77,10 @@ def introduce(
 
 
 def summary(run: Run) -> list[str]:
-    """Return the last lines of a complete run: best loss, goodput and its files."""
+    """Return the last lines of a complete run: best loss, goodput, and its files.
+
+    Goodput is the share of the time of this process in which steps ran.
+    """
     workdir, name, lines = run.workdir, "heldout/loss", []
     evaluated = [x for x in rows_of(workdir) if isinstance(x.get(name), float)]
     if best := min(evaluated, key=lambda x: x[name], default=None):

@@ -91,7 +91,7 @@ def optimizer(
 def _updates(
     options: config.Optimizer, rate: optax.Schedule, params: Any
 ) -> list[optax.GradientTransformation]:
-    """Return the update rules, one for each group of weights."""
+    """Return the transformations that apply to each weight the rule of its group."""
     rest = "adamw" if options.name == "muon" else options.name
     decay, own_decay = options.weight_decay, options.embedding_weight_decay
     own_decay = decay if own_decay == -1 else own_decay
@@ -157,8 +157,9 @@ class Guarded(NamedTuple):
 
     Attributes:
         taken, skipped: numbers of steps.
-        norm: running mean Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken; k is
-            0 for the last of them, 1 for the one before.
+        norm: Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken, where k is 0 for the last
+            step, 1 for the one before. Divided by 1 − MEMORY^taken it is the running
+            mean of the norms.
         inner: state of the optimizer itself.
     """
 
@@ -171,7 +172,7 @@ class Guarded(NamedTuple):
 def guarded(
     transform: optax.GradientTransformation, spike: float
 ) -> optax.GradientTransformation:
-    """Return an optimizer that skips harmful steps and otherwise does as `transform`.
+    """Return an optimizer that skips harmful steps and makes the others by `transform`.
 
     A step is harmful if the norm of its gradient is not finite. It is also harmful if
     its gradient is a spike: the norm exceeds `spike` times the running mean over the
@@ -205,8 +206,8 @@ def guarded(
 def state_layout(options: config.Config) -> Any:
     """Return the structure of the optimizer's state for a minimal model.
 
-    If two configurations have equal structures, one can continue from the state of the
-    other. The model has one embedding and one block.
+    The model has one embedding and one block. A run can continue with another
+    configuration if both have equal structures.
     """
     kernel = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     params = {"embedding": kernel, "blocks": {"kernel": kernel}}
@@ -235,7 +236,7 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
 
     Args:
         corrected: False for runs of `version` 1: a_t = decay · a_{t−1} +
-            (1 − decay) · w_t, where a_0 are the initial weights. Their share of a_t is
+            (1 − decay) · w_t, where a_0 are the initial weights, whose share of a_t is
             decayᵗ.
     Source: Polyak & Juditsky 1992; the exponential form, for instance,
         arXiv:2006.11239; the correction, Kingma & Ba 2014, arXiv:1412.6980, section 3.

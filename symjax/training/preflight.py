@@ -2,8 +2,8 @@
 
 `saved_meta` compares the configuration with the newest checkpoint. `as_begun` returns
 the configuration to train with. `open_data` opens or packs the data and compares their
-hash with that in the checkpoint. `with_vocabulary` sets the sizes that depend on the
-data.
+hash with the hash in the checkpoint. `with_vocabulary` sets the sizes that depend on
+the data. `pack` packs the data of a run without training.
 """
 
 import dataclasses
@@ -84,9 +84,9 @@ def as_begun(
 
 
 def data_folder(workdir: epath.Path) -> Path:
-    """Return the local folder of the manifest of a run's data.
+    """Return the local folder that has the manifest of a run's data.
 
-    The manifest of a run in a bucket is downloaded first.
+    If the run is in a bucket, the manifest is downloaded first.
     """
     return download(workdir, f"data/{MANIFEST}").parent
 
@@ -99,9 +99,9 @@ def open_data(
     Args:
         meta: metadata of the newest checkpoint; None if there is no checkpoint.
     Raises:
-        ValueError: the data are damaged, too short, invisible to this process or not
-            those of the checkpoint. Also if the workdir has metrics but neither data
-            nor checkpoints: a new run would overwrite the metrics.
+        ValueError: the data are damaged, too short or not those of the checkpoint; this
+            process does not see the workdir of process 0; or the workdir has metrics
+            but neither data nor checkpoints, so a new run would overwrite the metrics.
     """
     folder = data_folder(workdir)
     packed = (folder / MANIFEST).exists()
@@ -215,8 +215,9 @@ def with_vocabulary(options: config.Config, examples: Examples) -> config.Config
     A vocabulary that is set (not 0) stays.
 
     Raises:
-        ValueError: the model's vocabulary is smaller than the tokenizer's, its classes
-            are not those of the data, or only one of model and data is for images.
+        ValueError: the model's vocabulary is smaller than the tokenizer's, the model's
+            classes or image size are not those of the data, or only one of model and
+            data is for images.
     """
     if examples.labels:
         check_labels(options.model, examples)

@@ -72,16 +72,17 @@ def read_run(
 ) -> Saved:
     """Read a checkpoint of a workdir: the newest whole one by default.
 
-    It reads only the folder `checkpoints`. If an older checkpoint has no description of
-    its examples (`described`), it reads the folder `data` too.
+    This function reads only the folder `checkpoints`. For an older checkpoint without a
+    description of its examples (`described`), it reads the folder `data` too.
 
     Args:
         step: read the checkpoint of this step.
         best: read the checkpoint with the least held-out loss.
         ema: return the average of the weights that the run kept for optimizer.ema.
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or it has no average of
-            the weights.
+        ValueError: there is no such checkpoint; the checkpoint is damaged, has no
+            average of the weights, or needs code that was not imported; or its
+            configuration is not valid in this version.
     """
     workdir = resolve(workdir)
     with Checkpoints(workdir / "checkpoints") as checkpoints:
@@ -143,7 +144,10 @@ def restored(
 def _model_and_examples(
     meta: dict[str, Any], workdir: epath.Path
 ) -> tuple[config.Config, dict[str, Any]]:
-    """Return the configuration with the sizes of the data, and `described`."""
+    """Return the configuration with the sizes of the data, and their description.
+
+    The description is the one that `described` returns.
+    """
     options, about = saved_options(meta, workdir), meta.get("examples")
     if about is None:
         folder = data_folder(workdir)
@@ -176,12 +180,12 @@ def language_of(meta: dict[str, Any]) -> dict[str, Any]:
     """Return `Examples.language` of a checkpoint.
 
     Older checkpoints do not name the token that starts a document. Their training text
-    had this token if several documents were joined, as all were before the key
-    `data.documents` existed. For such checkpoints the token is added here.
+    had this token if it joined several documents. Before the key `data.documents`
+    existed, documents were always joined. For such checkpoints the token is added here.
     """
     language, fingerprint = meta["examples"]["language"], meta.get("data") or {}
     counts = [fingerprint.get(split) or {} for split in SPLITS]
-    several = any(its.get("documents", 1) > 1 for its in counts)
+    several = any(count.get("documents", 1) > 1 for count in counts)
     documents = meta["config"]["data"].get("documents", "joined")
     text = "kind" in language and "mask" not in language
     if START in language or not text or not several or documents != "joined":

@@ -18,20 +18,20 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     stay there.
 
     `wsd` warms up, stays at the peak, and decays linearly in the last `cooldown` steps.
-    If `cooldown` is 0, the rate jumps to its end value after `decay_steps`. A larger
-    `steps` delays the decay and changes no rate before it. So a run can be extended
-    from a checkpoint that is older than its decay. Source: Hu et al. 2024,
-    arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
+    If `cooldown` is 0, the rate jumps to its end value after `decay_steps`. Without
+    `decay_steps`, a larger `steps` delays the decay and changes no rate before it. So a
+    run can be extended from a checkpoint that is older than its decay. Source: Hu et
+    al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
 
     Runs of `version` 1 count steps from 0: in a warm-up the first step has the rate 0,
-    and the rate would reach its end value one step after the last.
+    and a decay reaches its end value one step later than in `version` 2.
 
     Args:
-        options: options that `optimizer` has checked.
+        options: keys of the optimizer, which `symjax.training.optimizer` has checked.
         steps: number of steps of the run.
     Raises:
-        ValueError: there are too few steps for the warm-up and the cool-down, or the
-            warm-up of `wsd` is a share of the steps.
+        ValueError: `steps` is below 1, the steps are too few for the warm-up and the
+            cool-down, or the warm-up of `wsd` is a share of the steps.
     """
     name, length = options.schedule, options.decay_steps or steps
     if length < 1:
@@ -99,13 +99,14 @@ def schedule_change(
 ) -> str | None:
     """Return a line if a resumed run has other learning rates than were planned.
 
-    The rates of the steps that both configurations have are compared, and the line
-    names the step where they differ most. The result is None if they agree. The later
-    decay of a longer `wsd` run is not reported, unless the old decay has begun.
+    The rates are compared in the remaining steps that both configurations have. The
+    line names the step where the rates differ most. The result is None if they agree.
+    If a `wsd` run is made longer, its later decay is not reported, unless the decay of
+    the shorter run has begun.
 
     Args:
-        saved: configuration until now.
-        options: configuration from now on.
+        saved: configuration in the checkpoint.
+        options: configuration of the resumed run.
         taken: number of steps that the optimizer has taken.
     """
     last, hint = min(map(config.scheduled_steps, (saved, options))), ""

@@ -19,7 +19,7 @@ from symjax.layers import rules as rules_of_layers
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = P(("data", "fsdp"), "sequence")
 ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
-MOST_DEVICES = 4096  # that a process can simulate
+MOST_DEVICES = 4096  # largest number of devices that a process simulates
 
 # The first pattern that matches a weight's path gives its axes. * matches any text,
 # including slashes.
@@ -49,7 +49,8 @@ def simulate(options: config.Mesh) -> bool:
         True if devices are simulated. Arrays and compiled functions that were made
         before the call can then no longer be used.
     Raises:
-        ValueError: the mesh has more than `MOST_DEVICES` devices.
+        ValueError: the machine has too few devices, and the mesh has more than
+            `MOST_DEVICES`.
     """
     needed = math.prod([size for axis in AXES if (size := getattr(options, axis)) > 0])
     if needed <= jax.device_count():
@@ -113,15 +114,17 @@ _OPTIONS = {
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Return XLA options for the devices of a mesh.
 
-    On TPUs, weights are gathered before a product. Without this option XLA passes the
-    shards of a weight around if there are 32 devices or fewer, and adds up one product
-    for each shard. Each product reads and writes the whole result. For the product of
-    16,384 tokens with a weight [2,048 5,632] on 16 v5e, XLA's compiler estimates 27.8
-    Mcycles on each device with passed shards, and 2.9 Mcycles after a gather.
+    On TPUs the option makes XLA gather a weight before a product. Without it, on 32
+    devices or fewer, XLA passes the shards of the weight from device to device and adds
+    up one product for each shard. Each product reads and writes the whole result. For
+    the product of 16,384 tokens with a weight [2,048 5,632] on 16 v5e, XLA's compiler
+    estimates 27.8 Mcycles on each device with passed shards, and 2.9 Mcycles after a
+    gather.
 
-    On CPUs, XLA's library YNNPACK computes only sums, and Eigen computes products. With
-    this option a step of gpt or performer at `:3l` takes 0.88 to 0.95 of the time
-    without it, and a step of diff the same time (benchmarks/compiler_options.py).
+    On CPUs the option leaves only sums to XLA's library YNNPACK, and products to Eigen.
+    With it a step of gpt or performer at `:3l` takes 0.88 to 0.95 of
+    the time without it, and a step of diff the same time
+    (benchmarks/compiler_options.py).
     """
     return _OPTIONS.get(mesh.devices.flat[0].platform, {})
 

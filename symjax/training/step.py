@@ -30,7 +30,7 @@ from symjax.training.schedule import schedule
 # Metric that replaces train/loss during attention transfer (symjax.training.transfer).
 TRANSFER_ERROR = "transfer/error"
 LAYER_NORMS = "gradient_norms"  # metric [layers] of a training step
-_CONFIG = threading.Lock()  # held while an option of jax is changed
+_CONFIG = threading.Lock()  # held while an option of jax has another value
 
 
 class State(NamedTuple):
@@ -281,7 +281,7 @@ class Means(NamedTuple):
 
     Attributes:
         loss: Σ weight · loss / Σ weight, in nats per target.
-        accuracy: share of targets that have the highest logit.
+        accuracy: weighted share of targets that have the highest logit.
     """
 
     loss: float
@@ -345,7 +345,8 @@ def accumulated(value_and_grad: Callable, count: int) -> Callable:
     """Return `value_and_grad` summed over `count` micro-batches, one after another.
 
     Args:
-        value_and_grad: loss and gradient of a micro-batch, already divided by the
+        value_and_grad: returns the share of a micro-batch in the loss and gradient of
+            the whole batch. For the mean over targets, these are sums divided by the
             number of targets of the whole batch.
         count: number of micro-batches, which have equally many rows.
     """

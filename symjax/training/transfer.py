@@ -10,9 +10,10 @@ maps      the KL divergence Σ_s a_s ln(a_s / b_s), where a is a row of the sour
 outputs   the mean squared error of the outputs of the layer
 
 A step costs a forward pass of the source, and a forward and a backward pass of each
-attention layer of the model. `maps` takes O(B N T²) memory for every layer: in both
-models the values are T unit vectors. After the transfer the
-optimizer and its schedule begin, and all weights train.
+attention layer of the model. With `maps` the attention layers of the source run once
+more, and every layer takes O(B N T²) memory: its map is computed as its output for
+values that are the T unit vectors. After the transfer the optimizer and its schedule
+begin, and all weights train.
 
 Source: Zhang et al. 2024, arXiv:2402.04347 (maps); Zhang et al. 2024, arXiv:2410.10254
     (outputs); Goldstein et al. 2025, arXiv:2505.03005.
@@ -80,8 +81,8 @@ def teacher(
         source: the model's configuration in `init_from`; None in a resumed run.
         meta: metadata of the checkpoint that a resumed run starts from.
     Raises:
-        ValueError: as in `teacher_of`, or a run that began without a transfer asks for
-            one.
+        ValueError: as in `teacher_of`, or a resumed run wants a transfer and began
+            without one.
     """
     if options.transfer.match == "none":
         return None
@@ -149,10 +150,10 @@ def teacher_of(source: config.Model, target: config.Model, match: str) -> config
 
 
 def _check_maps(target: config.Model) -> None:
-    """Check that the rows of all maps are distributions over keys.
+    """Check that the rows of all maps of the model are distributions over keys.
 
     Raises:
-        ValueError: they are not; the message names the key.
+        ValueError: they are not; the message names the key or the mechanism.
     """
     if (kind := target.attention.differential) != "none":
         raise ValueError(
@@ -170,7 +171,8 @@ def _check_maps(target: config.Model) -> None:
 def stored(run: config.Config, teacher: config.Model | None) -> dict[str, Any] | None:
     """Return the teacher's configuration as plain values, for checkpoints.
 
-    A resumed run does not read `init_from`: its own weights include the teacher's.
+    A resumed run needs it because it does not read `init_from`. The weights of the
+    teacher are among the weights of the run.
     """
     if teacher is None:
         return None
@@ -190,7 +192,7 @@ class TransferSteps(NamedTuple):
         teacher: the result of `teacher_of`.
         transform: the optimizer of these steps.
         later: the optimizer of the run, which begins with a new state after these
-            steps. The states of both have the same structure.
+            steps. Its state has the same structure as that of `transform`.
     """
 
     options: config.Config
@@ -220,17 +222,17 @@ class TransferSteps(NamedTuple):
         if isinstance(inputs, SegmentedTokens):
             options["segment_ids"] = inputs.segment_ids
             segments = segments_of(inputs.segment_ids)
-        seen: list[tuple[Any, Any, Any]] = []
+        calls: list[tuple[Any, Any, Any]] = []  # (layer, input, padding mask)
         teacher.hidden(
-            tokens_of(inputs), watch=lambda *found: seen.append(found[:3]), **options
+            tokens_of(inputs), watch=lambda *call: calls.append(call[:3]), **options
         )
         compare = {"maps": _map_error, "outputs": _output_error}
         compare = compare[self.options.transfer.match]
-        found = [
+        by_layer = [
             compare(layer, *call, segments)
-            for layer, call in zip(attentions(student), seen, strict=True)
+            for layer, call in zip(attentions(student), calls, strict=True)
         ]
-        error = jnp.stack(found).mean() / self.options.optimizer.accumulate
+        error = jnp.stack(by_layer).mean() / self.options.optimizer.accumulate
         return error, error
 
     def train(self, state: State, constants, inputs, targets, key):
@@ -243,13 +245,13 @@ class TransferSteps(NamedTuple):
         def of_micro_batch(new, params_and_constants, *batch):
             return value_and_grad(new, *params_and_constants, *batch)
 
-        (_, error), found = accumulated(of_micro_batch, options.accumulate)(
+        (_, error), new_gradient = accumulated(of_micro_batch, options.accumulate)(
             new, (state.params, constants), inputs, targets, key, None
         )
         zeros = jax.tree.map(jnp.zeros_like, state.params)
         gradient, params, moments = map(
             self.stacks.stack,
-            (_overlaid(zeros, found), state.params, state.optimizer),
+            (_overlaid(zeros, new_gradient), state.params, state.optimizer),
         )
         updates, guard = self.transform.update(gradient, moments, params)
         guard = cast(Guarded, guard)
@@ -259,7 +261,8 @@ class TransferSteps(NamedTuple):
         fresh = fresh._replace(skipped=guard.skipped)
         ends = state.step + 1 == steps
         guard = jax.tree.map(lambda a, b: jnp.where(ends, a, b), fresh, guard)
-        # Weight decay gave updates of the shared weights, which stay.
+        # The average includes weight decay of the shared weights, which do not train:
+        # replace their average by the weights.
         guard = with_averages(
             self.stacks.split(guard),
             lambda average: _overlaid(params, {x: _paths(average)[x] for x in new}),

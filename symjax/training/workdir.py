@@ -20,10 +20,10 @@ LOCK = "lock"
 def locked(workdir: epath.Path) -> Iterator[None]:
     """Make the workdir, and lock it against other runs until the block ends.
 
-    The operating system holds the lock, so a killed process leaves the file `lock`, but
-    holds it no longer. Folders that were made here and are empty at the end are
-    removed. Reading needs no lock. A bucket has no locks: for a run in a bucket, the
-    lock keeps out only other runs on this machine.
+    If a process is killed, the file `lock` stays, but the operating system releases the
+    lock. Folders that were made here and are empty at the end are removed. Reading
+    needs no lock. A bucket has no locks: for a run in a bucket, the lock keeps out only
+    other runs on this machine.
 
     Raises:
         ValueError: the workdir cannot be made or written, or another process holds the
@@ -45,7 +45,10 @@ def locked(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
-    """Remove the parts of a run that the block has made, if it raises an exception."""
+    """Remove the files and folders that the block has made, if it raises an exception.
+
+    They are those of `PARTS`. Files that existed before the block stay.
+    """
     folders = {epath.Path(local_folder(workdir)), epath.Path(workdir)}
     parts = [folder / name for folder in folders for name in PARTS]
     with store_errors(workdir):
@@ -61,7 +64,11 @@ def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(workdir: epath.Path) -> Iterator[None]:
-    """Hold the lock file of a workdir. If it cannot be locked, warn and go on."""
+    """Hold the lock file of a workdir. Warn and go on if the file cannot be locked.
+
+    Raises:
+        ValueError: another process holds the lock.
+    """
     path = local_folder(workdir) / LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:

@@ -103,7 +103,7 @@ def test_a_run_starts_from_a_llama(first, tmp_path, capfd, attention):
     said = capfd.readouterr().err
     assert f"weights of {tmp_path}" in said
     assert "does not say what its 256 tokens are: the 256 of data.tokenizer" in said
-    other = "another function, by model.attention.mechanism 'softmax' → 'performer'"
+    other = "since keys differ: model.attention.mechanism 'softmax' → 'performer'"
     assert (other in said) == ("mechanism" in attention)
     params = load(tmp_path / "run").params
     np.testing.assert_array_equal(

@@ -131,7 +131,7 @@ def png(figure: Figure, *, dpi: int = DPI) -> bytes:
     else:
         _draw_grids(drawing, figure.grids, signed=figure.signed)
         drawing.suptitle(figure.title)
-    _fit_words(drawing)
+    _wrap_texts(drawing)
     file = io.BytesIO()
     drawing.savefig(file, format="png", dpi=dpi, metadata={"Software": None})
     return file.getvalue()
@@ -212,7 +212,7 @@ def _draw_dots(axes: Any, figure: Dots) -> None:
     axes.grid(alpha=0.3)
 
 
-def _fit_words(drawing: Any) -> None:
+def _wrap_texts(drawing: Any) -> None:
     """Break titles and axis labels into lines that fit into the figure.
 
     More lines leave less room for the axes, so the layout is computed twice.

@@ -47,9 +47,9 @@ def is_first(words: Sequence[str], environment: Mapping[str, str]) -> bool:
     The answer is a guess, by which one process prints the first line. Once jax is
     imported, `distributed.launch` decides which process is the first.
     """
-    said = [environment.get(name) for name in RANKS]
+    ranks = [environment.get(name) for name in RANKS]
     for word, following in itertools.pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
         if flag == "--process":
-            said = [value if equals else following]
-    return next(filter(None, said), "0") == "0"
+            ranks = [value if equals else following]
+    return next(filter(None, ranks), "0") == "0"

@@ -93,10 +93,7 @@ def local_folder(workdir: os.PathLike[str]) -> Path:
 
 
 def user_cache(name: str) -> Path:
-    """Return the folder symjax/`name` in the user's cache.
-
-    The cache is $XDG_CACHE_HOME, by default ~/.cache.
-    """
+    """Return the folder symjax/`name` of $XDG_CACHE_HOME, by default ~/.cache."""
     found = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(found, "symjax", name)
 

@@ -120,10 +120,7 @@ def to_dict(options: Config) -> dict[str, Any]:
 
 
 def differences(left: Config, right: Config) -> dict[str, str]:
-    """Return key → "key: left → right" for each key in which two runs must agree.
-
-    Keys in which they do agree are left out.
-    """
+    """Return key → "key: left → right" for keys that should agree, but differ."""
     found = {}
     for name, _, _ in fields():
         if name.split(".")[0] in FIXED and name not in FREE:
@@ -169,7 +166,7 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
     if type(value) is not plain or (
         plain is tuple and tuple(map(type, value)) != items
     ):
-        raise ValueError(f"{name} must be {shown(kind)}, got {value!r}")
+        raise ValueError(f"{name} must be {type_name(kind)}, got {value!r}")
     known, from_tables = choices(field), callable(field.metadata["choices"])
     chosen = value if plain is tuple else (value,)
     more = ""
@@ -189,8 +186,8 @@ def _check_value(name: str, value: Any, kind: Any, field: dataclasses.Field) -> 
         raise ValueError(f"{name} must be {wanted}, got {value}")
 
 
-def shown(kind: Any) -> str:
-    """Return the name of a type as people write it: int, tuple[float, float]."""
+def type_name(kind: Any) -> str:
+    """Return the name of a type as users write it: int, tuple[float, float]."""
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 

@@ -106,14 +106,14 @@ def matrix_function_causal(
     _check(who, query, value, scale)
     options = {"alpha": alpha, "normalise": normalise, "log_decay": log_decay}
     options |= {"mask": mask, "segment_ids": segment_ids}
-    form = _form(who, query, value, function, scale, **options)
+    call = _engine_arguments(who, query, value, function, scale, **options)
     result = attend_causal(
         who,
-        form.recurrence,
-        *form.tokens,
+        call.recurrence,
+        *call.tokens,
         mask,
-        parameters=form.parameters,
-        operands=form.operands,
+        parameters=call.parameters,
+        operands=call.operands,
         chunk_size=chunk_size,
         state=state,
         return_state=return_state,
@@ -147,9 +147,9 @@ def matrix_function_step(
     who = "matrix_function_step"
     _check(who, query, value, scale)
     options = {"alpha": alpha, "normalise": normalise, "log_decay": log_decay}
-    form = _form(who, query, value, function, scale, **options)
-    more = {"parameters": form.parameters, "operands": form.operands}
-    rows, state = attend_step(who, form.recurrence, state, *form.tokens, **more)
+    call = _engine_arguments(who, query, value, function, scale, **options)
+    more = {"parameters": call.parameters, "operands": call.operands}
+    rows, state = attend_step(who, call.recurrence, state, *call.tokens, **more)
     return over_their_sums(rows) if normalise == "rows" else rows, state
 
 
@@ -204,7 +204,7 @@ def over_their_sums(rows: Float[Array, "B T N V+1"]) -> Float[Array, "B T N V"]:
     return over(rows[..., :-1], rows[..., -1:])
 
 
-class _Form(NamedTuple):
+class _EngineArguments(NamedTuple):
     """Arguments for the engine of recurrences.
 
     Attributes:
@@ -217,7 +217,7 @@ class _Form(NamedTuple):
     operands: tuple[Array, ...] = ()
 
 
-def _form(
+def _engine_arguments(
     who: str,
     query: Array,
     value: Array,
@@ -229,7 +229,7 @@ def _form(
     log_decay: Any,
     mask: Array | None = None,
     segment_ids: Array | None = None,
-) -> _Form:
+) -> _EngineArguments:
     """Check the arguments, and return those of the engine for this function."""
     dtype = sum_dtype(query, value)
     name, parameter = parsed_function(who, function, alpha)
@@ -247,7 +247,9 @@ def _form(
                 "would need a factorisation at every token"
             )
         recurrence = Mesa("error" if name == "resolvent" else "change", unit_rows)
-        return _Form(recurrence, tokens, -scale * jnp.asarray(parameter, dtype))
+        return _EngineArguments(
+            recurrence, tokens, -scale * jnp.asarray(parameter, dtype)
+        )
     if log_decay is not None and unit_rows:
         raise ValueError(
             f"{who}: log_decay is not possible with normalise 'l2': the length of a "
@@ -264,4 +266,4 @@ def _form(
             f"{jnp.shape(log_decay)}"
         )
     parameters = SeriesParameters(scale, parameter, shared)
-    return _Form(PowerSeries(name, unit_rows), tokens, parameters, operands)
+    return _EngineArguments(PowerSeries(name, unit_rows), tokens, parameters, operands)

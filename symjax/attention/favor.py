@@ -1,8 +1,8 @@
 """Statistics of queries and keys, by which FAVOR++ and FAVOR# reduce the variance.
 
 `favor_statistics` measures them on a sample, and `unit_statistics` returns them for
-queries and keys with independent entries of variance 1. `adapted` turns the parameters
-of positive random features into those of FAVOR++ or FAVOR#.
+queries and keys with independent entries of variance 1. `favor_parameters` turns the
+parameters of positive random features into those of FAVOR++ or FAVOR#.
 """
 
 import functools
@@ -122,7 +122,7 @@ def apply_statistics(
     return _product(rows, b), _product(rows * rows, a)
 
 
-def adapted(
+def favor_parameters(
     who: str, random: RandomFeatures, statistics: Statistics | None
 ) -> RandomFeatures:
     """Return the parameters of FAVOR++ or FAVOR#: rows W b and offsets wᵀ diag(a) w.

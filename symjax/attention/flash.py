@@ -144,7 +144,7 @@ def flash_causal(
     places = jnp.arange(1, visible.shape[1] + 1)
     count = jnp.where(visible, places[None], 0).max(axis=1, initial=0)
     output, after = flash_groups.prefill(settings, tokens, scale, state, count)
-    return (output, _moved(state, after, count)) if return_state else output
+    return (output, _advance_place(state, after, count)) if return_state else output
 
 
 def flash_step(
@@ -181,10 +181,12 @@ def flash_step(
         raise ValueError(f"flash_step: a step takes one token, got query {query.shape}")
     _check_state("flash_step", state, tokens, group_size)
     output, after = flash_groups.step(settings, tokens, scale, state)
-    return output, _moved(state, after, 1)
+    return output, _advance_place(state, after, 1)
 
 
-def _moved(before: FlashState, after: FlashState, count: Array | int) -> FlashState:
+def _advance_place(
+    before: FlashState, after: FlashState, count: Array | int
+) -> FlashState:
     """Return the state `after` with `place`, which is `count` tokens after `before`.
 
     `FlashState.place` is the number of tokens in the incomplete group. It is the same

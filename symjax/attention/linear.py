@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_arrays, check_mask, state_sizes
-from symjax.attention.core.feature_maps import named
+from symjax.attention.core.feature_maps import feature_map
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.features import IDENTITY, PLAIN
 from symjax.attention.recurrent.bidirectional import attend
@@ -192,7 +192,7 @@ def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
     """
     if callable(features):
         return Normalised(IDENTITY)
-    return Normalised(named(who, PLAIN, features))
+    return Normalised(feature_map(who, PLAIN, features))
 
 
 def _mapped(

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
-from symjax.attention.core.feature_maps import RandomFeatures, named
-from symjax.attention.favor import WITH_STATISTICS, Statistics, adapted
+from symjax.attention.core.feature_maps import RandomFeatures, feature_map
+from symjax.attention.favor import WITH_STATISTICS, Statistics, favor_parameters
 from symjax.attention.random_features import RANDOM_FEATURES, default_projection
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
@@ -222,7 +222,7 @@ def _recurrence(
     statistics: Statistics | None,
 ) -> tuple[Normalised, RandomFeatures]:
     """Check the arguments, and return the recurrence and its parameters."""
-    recurrence = Normalised(named(who, RANDOM_FEATURES, features))
+    recurrence = Normalised(feature_map(who, RANDOM_FEATURES, features))
     check_kind(who, jnp.floating, query=query, key=key, projection=projection)
     check_positive(who, "scale", scale)
     size = query.shape[-1]
@@ -237,7 +237,7 @@ def _recurrence(
     scale = 1 / math.sqrt(size) if scale is None else scale
     random = RandomFeatures(projection, jnp.asarray(scale))
     if features in WITH_STATISTICS:
-        random = adapted(who, random, statistics)
+        random = favor_parameters(who, random, statistics)
     elif statistics is not None:
         raise ValueError(
             f"{who}: features {features!r} take no statistics: choose from "

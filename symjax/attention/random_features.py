@@ -138,7 +138,7 @@ def _hyperbolic(projected: Array) -> LogFeatures:
     return LogFeatures(None, jnp.concatenate([projected, -projected], axis=-1))
 
 
-def _waves(projected: Array) -> LogFeatures:
+def _trigonometric(projected: Array) -> LogFeatures:
     """Return f(w·x') = [cos w·x', sin w·x'].
 
     For each w the mean of f(w·q')·f(w·k') is exp(−|q' − k'|²/2).
@@ -167,7 +167,7 @@ def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
 
 _POSITIVE = _estimating(_exponential, exponential=(1,))
 # Values of model.attention.features for the mechanism "performer". "favor#" and
-# "favor++" are positive features with other rows and offsets, from `favor.adapted`.
+# "favor++" are positive features with the rows and offsets of `favor_parameters`.
 RANDOM_FEATURES = {
     "favor#": _POSITIVE,
     "favor++": _POSITIVE,
@@ -175,5 +175,5 @@ RANDOM_FEATURES = {
     "positive": _POSITIVE,
     "relu": Features(_rectified, _rectified),
     "slay": Features(_spherical, _spherical),
-    "trigonometric": _estimating(_waves, sign=1),
+    "trigonometric": _estimating(_trigonometric, sign=1),
 }

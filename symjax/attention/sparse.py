@@ -120,7 +120,7 @@ def _threshold(power: int, scores: Array) -> Array:
     and falls with τ, so τ rises in each step and never passes the root. The number of
     steps is O(log S) at worst; for rows of 64 to 32768 scores it was 2 to 14.
     """
-    least = jnp.finfo(scores.dtype).eps
+    epsilon = jnp.finfo(scores.dtype).eps
 
     def newton(threshold: Array) -> Array:
         excess = jnp.maximum(scores - threshold, 0)
@@ -133,7 +133,7 @@ def _threshold(power: int, scores: Array) -> Array:
 
     def moves(past: tuple[Array, Array]) -> Array:
         threshold, rise = past  # the largest score is 0, its excess −threshold
-        return (rise > -least * threshold).any()
+        return (rise > -epsilon * threshold).any()
 
     start = scores.max(axis=-1, keepdims=True) - 1
     threshold, _ = jax.lax.while_loop(moves, step, (start, -start))

@@ -246,7 +246,7 @@ def help_text(options: config.Config, group: str = "") -> str:
     for name, kind, field in validation.fields():
         value = attrgetter(name)(options)
         lines = groups.setdefault(name.rpartition(".")[0], [])
-        lines.append(f"  --config.{name} ({validation.shown(kind)}, {value!r})")
+        lines.append(f"  --config.{name} ({validation.type_name(kind)}, {value!r})")
         lines.append(f"      {field.metadata['meaning']}")
         if choices := validation.choices(field):
             lines.append(f"      one of: {', '.join(filter(None, choices))}")
@@ -327,7 +327,7 @@ def _declared_lines(options: config.Config) -> list[str]:
     for mechanism, form in MECHANISMS.items():
         for name, option in form.declared.items():
             value = values[name] if mechanism in used else option.default
-            kind = validation.shown(type(option.default))
+            kind = validation.type_name(type(option.default))
             lines.append(f"  --config.{OPTIONS}{name} ({kind}, {value!r})")
             lines.append(f"      of {mechanism}: {option.meaning}")
             if option.choices:
@@ -369,5 +369,5 @@ def _parse_value(key: str, text: str, kind: Any) -> Any:
         return plain(text)
     except (KeyError, TypeError, ValueError, SyntaxError):
         raise ValueError(
-            f"config.{key} must be {validation.shown(kind)}, got {text!r}"
+            f"config.{key} must be {validation.type_name(kind)}, got {text!r}"
         ) from None

@@ -193,7 +193,7 @@ def test_help_has_every_key_with_type_value_meaning_and_choices():
     text = commandline.help_text(parse(["--help"]).config)
     entries = {part.split(" ")[0]: part for part in text.split("  --config.")}
     for name, kind, field in validation.fields():
-        assert f"{name} ({validation.shown(kind)}, " in entries[name]
+        assert f"{name} ({validation.type_name(kind)}, " in entries[name]
         assert field.metadata["meaning"] in entries[name]
         assert all(choice in entries[name] for choice in validation.choices(field))
     assert "--config.steps (int, 3000)" in text

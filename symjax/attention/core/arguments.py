@@ -139,10 +139,7 @@ def check_function(who: str, attend: Callable) -> None:
 
 
 def check_kind(who: str, kind: type, **arrays: Any) -> None:
-    """Raise unless the arrays are of this kind; None passes.
-
-    The message names the first wrong array.
-    """
+    """Raise unless the arrays are of this kind; None passes."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -300,17 +297,17 @@ def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) 
             )
 
 
-def check_state(who: str, given: str, state: Any, wanted: Any) -> None:
+def check_state(who: str, needed_by: str, state: Any, wanted: Any) -> None:
     """Raise unless a state has the type and shapes of the wanted one.
 
     Args:
-        given: text for the message: the arguments that need such a state.
+        needed_by: the arguments that need such a state, as text for the message.
         wanted: a NamedTuple of arrays.
     """
     shapes = partial(jax.tree.map, jnp.shape)
     if type(state) is not type(wanted) or shapes(state) != shapes(wanted):
         raise ValueError(
-            f"{who}: {given} need {shown_state(wanted)}, got {shown_state(state)}"
+            f"{who}: {needed_by} need {shown_state(wanted)}, got {shown_state(state)}"
         )
     for name, like in wanted._asdict().items():
         if like is not None:

@@ -125,7 +125,7 @@ class RandomFeatures(NamedTuple):
     offset: Float[Array, " M"] | None = None
 
 
-def named(who: str, table: dict[str, Features], name: str) -> Features:
+def feature_map(who: str, table: dict[str, Features], name: str) -> Features:
     """Return the feature map of a table that has this name.
 
     Raises:

@@ -111,9 +111,9 @@ def sum_dtype(*arrays: Array) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def over(x: Array, size: Array) -> Array:
-    """Return x / size, and 0 where size is 0, with finite gradients."""
-    return jnp.where(size == 0, 0, x / jnp.where(size == 0, 1, size))
+def over(x: Array, divisor: Array) -> Array:
+    """Return x / divisor, and 0 where the divisor is 0, with finite gradients."""
+    return jnp.where(divisor == 0, 0, x / jnp.where(divisor == 0, 1, divisor))
 
 
 def over_root(x: Array, square: Array) -> Array:

@@ -1,6 +1,6 @@
 """Second computation of the rows of output that underflow in a chunk.
 
-The features of all keys of a chunk are divided by their maximum over the chunk, so that
+Each feature of the keys of a chunk is divided by its maximum over the chunk, so that
 the weights of pairs are one matrix product (`recurrent/normalised.py`). A row
 underflows if the sum of the |terms| of its denominator is below 1e-20 = e⁻⁴⁶. That can
 only happen if a later key of the chunk has features e⁴⁶ times as large as all keys that

@@ -52,7 +52,7 @@ class Examples:
         vocabulary: number of token types; 0 for images.
         unit: name of one target, such as byte, character, answer or label; losses are
             nats per unit.
-        size: phrase for messages with the amount of training data.
+        size: the amount of training data in words, for messages.
         language: a dict of plain values that describe the tokens. A checkpoint keeps
             it, and `examples.tokenizer_of` makes the tokenizer from it.
             "document_start" is the token before every document, from which the first
@@ -63,7 +63,7 @@ class Examples:
         references: losses of baselines without a model, by name.
         files: the open files.
         stream: the process that packs the text; None if the text is packed.
-        tokenizer: the tokenizer of the inputs; None if they are no text.
+        tokenizer: the tokenizer of the inputs; None if inputs are no text.
         text: the text that a decoder learns to continue. None if targets are answers
             (labels, masked tokens, answers of a task); accuracy is reported then.
         separate: whether inputs are `SegmentedTokens`, in which a token sees only its
@@ -171,8 +171,8 @@ def training_windows(
     another order and another shift of the cuts. A batch may begin in one epoch and end
     in the next. Every token is a target once per epoch, with two exceptions:
 
-    - tokens at the two ends of the text, together at most two windows of them; the same
-      for each source of a mixture and each shard of a stream;
+    - tokens at the two ends of the text (or of each source of a mixture, or of each
+      shard of a stream), together at most two windows of them;
     - the first token of each document, if documents are separate and share no
       separator.
 
@@ -270,10 +270,10 @@ def heldout_windows(
 ) -> tuple[Any, np.ndarray, np.ndarray]:
     """Return inputs, targets and weights of rows of a held-out text.
 
-    Windows are those of training, without shuffling or shift. Every token is a target
+    Windows are cut as in training, without shuffling or shift. Every token is a target
     once, except the first token of the text. If documents are separate and share no
     separator, the first token of each document is no target either. Weights (float32)
-    are 0 after the end of the text, in the last window and in later rows.
+    are 0 after the end of the text and where there is no target, else 1.
 
     Args:
         ends, shared: as in `training_windows`.

@@ -42,8 +42,8 @@ class Boundaries(NamedTuple):
 
         In the text "end A end B end" of two sources A and B, source A is "end A end"
         and source B is "end B end": they share one token. With other boundaries they
-        share none. The token `between` the last document of A and the first one of B
-        belongs to the document of A, but the tokens of source B begin with it.
+        share none. A token `between` A and B is then counted in source B only, although
+        it is the last token of a document of A.
         """
         return int(self.shared and self.after is not None)
 

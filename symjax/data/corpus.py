@@ -41,10 +41,11 @@ class Corpus:
     """Packed text.
 
     Attributes:
-        train, heldout: token ids [T] in files, uint8, uint16 or uint32.
+        train, heldout: token ids [T], uint8, uint16 or uint32: in files, or in memory
+            for the text of `eval.py --text`.
         tokenizer: the tokenizer that turned the text into these ids.
-        fingerprint: plain values that identify the text: source, sha256, versions,
-            and the documents, tokens and bytes of each split.
+        fingerprint: plain values that identify the text: source and sha256; for a
+            packed text also versions, and documents, tokens and bytes of each split.
         references: held-out cross-entropy of "unigram", "bigram" and "trigram" tables,
             in nats per target.
         bytes_per_token: UTF-8 bytes per held-out target, for bits per byte. Special
@@ -231,8 +232,8 @@ def _tokenizer(
 ) -> tokens.Tokenizer:
     """Make the tokenizer of texts.
 
-    The alphabet of "char" has the characters of both splits and the separator. BPE
-    learns from the training split alone.
+    The alphabet of "char" has the characters of both splits and, if there are several
+    documents, the separator. BPE learns from the training split alone.
     """
 
     def documents(split: str) -> Iterator[Document]:

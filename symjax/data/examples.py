@@ -32,8 +32,8 @@ from symjax.data.store.packed import PackedArray
 from symjax.data.tokens import Tokenizer, from_description
 
 MASKED_LM_TARGETS = 0.15  # share of the tokens of a row
-# Shares of these targets whose input is the mask, or a random token. The others keep
-# their token as input.
+# The share of masked-LM targets whose input is the mask, and the share whose input is a
+# random token. All other targets keep their own token as input.
 MASKED, RANDOM = 0.8, 0.1
 START = "document_start"  # key of `Examples.language`: the token before a document
 # The options in the fingerprint of a generated task. Checkpoints have the fingerprint,
@@ -118,7 +118,7 @@ def _check_task(options: config.Data, model: config.Model) -> None:
     if model.classes and not labelled:
         raise ValueError(
             f"model.classes {model.classes}: {source} has no labels; packages, digits, "
-            "and hub with data.label have"
+            "and hub with data.label have labels"
         )
     if options.documents == "separate" and not config.is_causal(model):
         raise ValueError(
@@ -145,7 +145,7 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
 def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether equal token ids mean the same in two `Examples.language`.
 
-    The token before a document may differ, since both have it among their tokens.
+    Entries about the token before a document may differ: the ids mean the same.
     """
 
     def without_start(language: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Generator(NamedTuple):
         make: (options, length, draws) → rows.
         vocabulary: options → number of token types.
         least: options → length of the shortest possible row.
-        answers: options → number of answers that are equally likely.
+        answers: options → number of possible answers.
     """
 
     make: Callable[[config.Data, int, Draws], Rows]
@@ -123,9 +123,9 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
 
         k₁ v₁ … kₙ vₙ  … kᵢ vᵢ … kⱼ vⱼ …
 
-    Each key is repeated once, at a distance drawn from a power law. The target there is
-    its value. Other places hold random values. There are `symbols` different keys and
-    as many different values.
+    Each key is repeated once, at a distance drawn from a power law. The target at the
+    repeated key is its value. Other places hold random values. There are `symbols`
+    different keys and as many different values.
 
     Source: Arora et al. 2023, arXiv:2312.04927, section 4 and appendix.
     """
@@ -147,7 +147,9 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
     return tokens[:, :length].astype(np.int32), targets.astype(np.int32)
 
 
-POWER = 0.01  # of the power law of distances in `mqar`, as in Zoology
+# In `mqar` a key is repeated in slot i (from 1) with a weight i^(POWER − 1). The value
+# is that of Zoology, the code of the paper.
+POWER = 0.01
 
 
 def _needle(options: config.Data, length: int, draws: Draws) -> Rows:
@@ -203,8 +205,8 @@ def plant(
 def example_places(options: config.Data, tokens: np.ndarray) -> np.ndarray:
     """Places [B, items, size] of the examples in rows of `mqar` and `needle`.
 
-    Examples are pairs or needles, in the order of the row. The last two places of an
-    example hold its key and its value.
+    Examples are pairs (size 2) or needles (size 3), in the order of the row. The last
+    two places of an example hold its key and its value.
     """
     count = options.items
     if options.source == "mqar":

@@ -13,10 +13,10 @@ from symjax.data.corpus import Corpus
 from symjax.data.examples import START, text_examples
 from symjax.data.tokens import from_description
 
-GIVEN = "given"  # stands for the source in the fingerprint of such a text
+GIVEN = "given"  # the source in the fingerprint of such a text
 NO_DATA = (
     "the folder data of the run has no corpus.json: --text gives a text to evaluate, "
-    "--prompt one to continue with"
+    "--prompt one to continue"
 )
 
 
@@ -34,8 +34,8 @@ def given_examples(language: dict[str, Any], text: str | None) -> Examples:
     Args:
         language: `Examples.language` of the examples that the model was trained on.
             They must have a tokenizer.
-        text: the text. If it is None, the number of held-out rows
-            (`Examples.heldout_rows`) raises a ValueError.
+        text: the text. If it is None, a call of `Examples.heldout_rows` raises a
+            ValueError.
     Raises:
         ValueError: the text has no token that can be predicted, or has characters that
             the tokenizer does not know.

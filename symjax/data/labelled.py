@@ -93,7 +93,7 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
         length: tokens per row, for the reference loss. This loss is a mean over
             pieces, whose number depends on the length.
     """
-    words = labelled.tokenizer.vocabulary
+    vocabulary = labelled.tokenizer.vocabulary
 
     def train(
         numbers: np.ndarray, length: int, seed: int
@@ -103,7 +103,7 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
         return labelled.rows("train", chosen.astype(np.int64), length)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
-        """Held-out rows; after the last piece this piece is repeated with weight 0."""
+        """Held-out rows; rows after the last piece repeat it with weight 0."""
         last = heldout_rows(length) - 1
         rows = labelled.rows("heldout", np.minimum(numbers, last), length)
         return *rows, (numbers <= last).astype(np.float32)[:, None]
@@ -121,12 +121,12 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
         check_length=lambda length: None,  # rows of any length are possible
         # One token more than the tokenizer has: the mask of masked language models. So
         # their weights fit a model of labelled texts.
-        vocabulary=0 if labelled.image else words + 1,
+        vocabulary=0 if labelled.image else vocabulary + 1,
         unit="label",
         size=f"{len(labelled.parts['train_ends']):,} training {kind} of {count} labels",
         language={"image": list(labelled.image)}
         if labelled.image
-        else {**labelled.tokenizer.describe(), "mask": words},
+        else {**labelled.tokenizer.describe(), "mask": vocabulary},
         fingerprint=labelled.fingerprint,
         references={"frequency": _frequency(**labels, count=count)},
         files=tuple(labelled.parts[split] for split in SPLITS),
@@ -185,7 +185,7 @@ def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
 
 
 def _frequency(train: np.ndarray, heldout: np.ndarray, count: int) -> float:
-    """Cross-entropy of held-out labels under their frequencies in training, nats."""
+    """Cross-entropy in nats of held-out labels under their training frequencies."""
     shares = (np.bincount(x, minlength=count) / len(x) for x in (train, heldout))
     training, wanted = shares
     smooth = (training + 1e-3) / (1 + 1e-3 * count)

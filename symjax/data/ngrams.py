@@ -11,7 +11,7 @@ import numpy as np
 ORDERS = {"unigram": 1, "bigram": 2, "trigram": 3}
 LONGEST = max(ORDERS.values())
 PSEUDO_COUNT = 0.01
-COUNTED_TARGETS = 1 << 23  # of more targets a sample is counted; its codes take 64 MB
+COUNTED_TARGETS = 1 << 23  # the most targets that are counted; their codes take 64 MB
 RANGES = 16  # ranges of targets in a sample, spread evenly
 
 
@@ -30,10 +30,10 @@ def cross_entropies(
 
     The targets are the tokens that a model of the text has to predict. The training
     targets are counted, and the result is a mean over the held-out targets. The first
-    token of the text is no target. The first token of a document is a target only if it
-    follows a shared separator. A context that would begin before its document repeats
-    the document's first input. If there are more than `COUNTED_TARGETS` targets, a
-    sample of them is taken.
+    token of the text is no target. If documents are separate, the first token of a
+    document is a target only if it follows a shared separator. A context that would
+    begin before its document repeats the document's first input. If there are more than
+    `COUNTED_TARGETS` targets, a sample of them is taken.
 
     Time O(T log T). Memory grows with the number of distinct n-grams of train, not with
     vocabulary³.
@@ -102,7 +102,8 @@ def _grams_of(
     text = np.asarray(tokens[low:stop])
     before, upto = np.searchsorted(edges, (start, stop), side="left")
     places = np.arange(start, stop)
-    begin = np.zeros(stop - start + 1, np.int64)  # of the documents of the inputs
+    # Where the document begins, for each place from start − 1 to stop − 1.
+    begin = np.zeros(stop - start + 1, np.int64)
     begin[0] = edges[before - 1] if before else 0
     begin[edges[before:upto] - start + 1] = edges[before:upto]
     begin = np.maximum.accumulate(begin)

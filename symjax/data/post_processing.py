@@ -40,6 +40,7 @@ def with_beginning(definition: str, library: Any, bos: str) -> str:
 
 
 def _post_processor(known: dict[str, Any] | None, bos: str, token: Any) -> Any:
+    """Return the parts of `known` that add no token, with a part that adds `bos`."""
     parts = (known or {}).get("processors", [known] if known else [])
     kept = [part for part in parts if part["type"] in ADDS_NOTHING]
     if token is not None:

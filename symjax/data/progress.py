@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-LARGE = 1 << 26  # bytes or characters from which a log file gets a line
+LARGE = 1 << 26  # the total from which a log file gets a line
 
 
 def bar(total: int, what: str, unit: str = "B") -> tqdm:

@@ -19,7 +19,7 @@ from symjax.data.rows import NOTHING, Rows
 
 
 def _halves_exchanged(symbols: np.ndarray) -> np.ndarray:
-    """Return the second half of each row, then its first half, the shorter one."""
+    """Return the halves of each row exchanged; the first half has ⌊n/2⌋ symbols."""
     return np.roll(symbols, -(symbols.shape[1] // 2), axis=1)
 
 

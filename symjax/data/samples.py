@@ -24,9 +24,9 @@ def sets(options: config.Data, length: int, draws: Draws) -> Rows:
 
 
 def majorities(tokens: np.ndarray) -> np.ndarray:
-    """Return the most frequent token of each beginning of the rows [B, T], or −1.
+    """Return the most frequent token of each prefix of the rows [B, T].
 
-    −1 stands where several tokens are equally frequent. Cost O(B T).
+    It is −1 if several tokens are equally frequent. Cost O(B T).
     """
     batch = np.arange(len(tokens))
     counts = np.zeros((len(tokens), tokens.max(initial=0) + 1), np.int64)

@@ -12,7 +12,7 @@ ROUNDS = 4  # a Feistel network of four rounds is a pseudo-random permutation
 
 
 def shuffled(count: int, rows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the item that each row shows, and a random number of the row's epoch.
+    """Return the item that each row shows, and a random number for the row's epoch.
 
     An epoch is `count` rows. It shows every item once, in a pseudo-random order that
     depends on the seed and the epoch.

@@ -170,9 +170,9 @@ class SubwordTokenizer:
         return self._after_word(self.encode(own + CONTEXT_WORD)).startswith(own + " ")
 
     def _after_word(self, ids: Any) -> str:
-        """The text of token ids after `CONTEXT_WORD`.
+        """The text of token ids that follow `CONTEXT_WORD`.
 
-        At the beginning of a text, a decoder may drop a space.
+        Without the word, a decoder may drop a space at the beginning of the text.
         """
         return self.decode([*self._context_ids, *ids])[
             len(self.decode(self._context_ids)) :

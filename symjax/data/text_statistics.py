@@ -27,8 +27,8 @@ def text_statistics(
     (`Corpus.references`).
 
     Args:
-        arrays: by name: the tokens of both splits and, if documents are kept apart,
-            their ends.
+        arrays: by name, the tokens of both splits and, if documents are separate, the
+            ends of documents.
         heldout: the counts of the held-out text.
     """
     ends = {x: arrays[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in arrays}

@@ -18,7 +18,7 @@ ENCODED_AT_ONCE = 1 << 22  # characters; about 80 MB of memory
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """Tokenizer with one token per byte of UTF-8; it can encode every text."""
+    """Tokenizer with one token per byte of UTF-8; it needs no alphabet."""
 
     kind: ClassVar[str] = "byte"
     unit: ClassVar[str] = "byte"

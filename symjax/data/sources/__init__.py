@@ -8,7 +8,7 @@
     mixture.py          several sources in one corpus, each with a share of the rows
     labelled_sources.py texts and images with labels
 
-`hub.py` uses these files:
+`hub.py` uses these files, and the other sources use some of them:
 
     opening.py          opens a data set, and turns errors into one line
     builders.py         reads only the configured columns, and names a damaged file
@@ -24,8 +24,8 @@
 
 To add a source of text named "mine":
 
-1.  Write a function that returns `texts.Texts`: a function that reads all documents
-    again, which of them are held out, and their number of characters.
+1.  Write a function that returns a `texts.Texts`. This holds a function that reads all
+    documents, True for each document that is held out, and the number of characters.
     `local_files.text_files` is an example. `splits.held_out_by_content` chooses the
     held-out documents.
 2.  Call it in `table.load`. Let `table.files` return the files that it reads: a corpus

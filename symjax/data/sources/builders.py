@@ -32,8 +32,8 @@ def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
     """Return the options with which `datasets` reads columns of a format.
 
     In a CSV file, a text such as "NA" is not taken for a missing value. `datasets`
-    finds prepared files by their options, so the options contain the columns. For CSV
-    and JSON the description contains them.
+    reuses files that it has prepared with equal options, so the options name the
+    columns. For CSV and JSON the description names them.
 
     Args:
         kind: the format, by the name of its builder.
@@ -50,10 +50,11 @@ def builder_options(kind: str, columns: Columns) -> dict[str, Any]:
 
 
 def _types(kind: str, columns: Columns, known: Features | None) -> Features:
-    """The types of the columns to read; all columns of CSV are text.
+    """The types of the columns to read.
 
     Args:
-        known: the types of all columns, if the data set has them.
+        known: the types of all columns. Without them columns are text, except that
+            labels in JSON files may be any values.
     Raises:
         ValueError: a column does not exist.
     """

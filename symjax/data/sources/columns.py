@@ -17,7 +17,7 @@ def check_column(key: str, column: str, known: Iterable[str]) -> None:
         key: the configuration key that names the column: "column" or "label".
         known: the columns that exist.
     Raises:
-        ValueError: the message lists the columns that exist.
+        ValueError: it does not exist; the message lists the columns that exist.
     """
     known = list(known)
     if column not in known:

@@ -39,7 +39,7 @@ _HELD_OUT = re.compile(rf"(?<![^-._ 0-9/])({_WORDS})(?![^-._ 0-9/])")
 
 
 class UnusableData(ValueError):
-    """Data that cannot be used, found by this library and not by one below it."""
+    """Data that cannot be used: an error of symjax, not of a library that it calls."""
 
 
 def table_format(name: str) -> str:
@@ -111,7 +111,7 @@ def has_card(folder: str) -> bool:
 
 
 def in_capitals(files: Iterable[Path]) -> bool:
-    """Return whether an ending has upper-case letters, which `datasets` ignores."""
+    """Return whether an ending has upper-case letters; `datasets` skips such files."""
     return any(x != x.lower() for path in files for x in path.suffixes[-2:])
 
 
@@ -216,7 +216,7 @@ def check_all_read(folder: str, files: Iterable[Path], read: Iterable[str]) -> N
     Args:
         files: the `data_files` of the folder.
         read: the paths that the loader reads. If none of `files` is among them (for
-            example, if all are images), the folder passes.
+            example, if the loader reads only images), the folder passes.
     Raises:
         UnusableData: it reads only some; the message has the first that is not read.
     """

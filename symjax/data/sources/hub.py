@@ -59,6 +59,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
     found, facts, kept = read_splits(options, texts)
 
+    # The default value keeps the data set, so that the files of its rows stay.
     def documents(_: OpenedDataset | SavedDataset = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
 

@@ -60,7 +60,8 @@ def read_rows(lines: Iterable[str], field: str | None = None) -> Iterator[Row]:
         lines: the lines of the file, with their ends.
         field: the file is one object, and the rows are under this key.
     Raises:
-        DamagedFile: the file is damaged or holds no rows; the message has the line.
+        DamagedFile: the file is no JSON (the message has the line), a row is no object,
+            or there is no list under `field`.
     """
     if field is not None:
         whole = next(_values("".join(lines), 1), (1, None))[1]

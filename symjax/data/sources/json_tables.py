@@ -21,8 +21,8 @@ ROWS_PER_TABLE = 1000
 def json_tables(builder: Any, request: Request) -> Any:
     """Return a function that yields tables of the columns of JSON files.
 
-    A row may lack a column. A column is unknown if no row of a file has it, and no row
-    of an earlier file.
+    A row may lack a column. A column is unknown if no row of a file, or of the files
+    before it, has this column.
     """
     from datasets.builder import Key
 
@@ -31,15 +31,17 @@ def json_tables(builder: Any, request: Request) -> Any:
     def tables(files_iterables: Any, **_: Any) -> Iterator[tuple[Key, pyarrow.Table]]:
         number = itertools.count()
         for file in (file for files in files_iterables for file in files):
-            shown: dict[str, None] = {}  # the keys of its first rows
+            first_keys: dict[str, None] = {}  # those of the first rows of the file
             for rows in _row_batches(file, builder.config):
-                shown = shown or dict.fromkeys(x for row in rows for x in row.values)
+                first_keys = first_keys or dict.fromkeys(
+                    x for row in rows for x in row.values
+                )
                 missing = set(request.names) - known
                 known.update(x for x in missing if any(x in row.values for row in rows))
                 yield Key(0, next(number)), _json_table(builder, rows, request)
             for key, name in request.columns.items():
-                if shown and name not in known:
-                    raise UnusableData(unknown_column(key, name, list(shown)))
+                if first_keys and name not in known:
+                    raise UnusableData(unknown_column(key, name, list(first_keys)))
 
     return tables
 

@@ -93,9 +93,11 @@ def _digits() -> LabelledSource:
 
 
 def _from_dataset(options: config.Data) -> LabelledSource:
-    """Texts or images of a data set with their labels, and splits as in `hub.load`.
+    """Texts or images of a data set with their labels.
 
-    Rows without content or label are left out and counted. Images have 1 or 3 channels.
+    A validation or test split is held out as in `hub.load`, or else a fifth of each
+    label. Rows without content or label are left out and counted. Images have 1 or 3
+    channels.
 
     Raises:
         ValueError: as in `hub.load`; the label column does not exist, a held-out label
@@ -183,7 +185,10 @@ def _examples(
 
 
 def _label_names(values: set[Any], kind: str) -> list[str]:
-    """Return the names of labels in order. Numbers are sorted by value, also in CSV."""
+    """Return the names of labels in order.
+
+    Numbers are sorted by value, also in CSV files, where they are texts.
+    """
     if kind == "csv" and all(re.fullmatch(NUMBER_PATTERN, value) for value in values):
         return sorted(values, key=float)
     if len({isinstance(value, str) for value in values}) > 1:

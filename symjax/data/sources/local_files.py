@@ -122,7 +122,7 @@ def text_files(path: str | Path) -> Texts:
             (`**` descends), or several of these joined by commas.
     Raises:
         ValueError: nothing is found, a file is empty, cannot be read or is not UTF-8, a
-            folder holds tables, or all files are copies of one.
+            folder holds files that are no plain text, or all files are copies of one.
     """
     left_out, where = LeftOut(), f"data.path {str(path)!r}"
     found = _files(str(path), left_out)

@@ -42,7 +42,8 @@ def entries(options: config.Data) -> list[tuple[float, config.Data]]:
 
     Raises:
         ValueError: an entry is no SOURCE:WEIGHT, a weight is not positive, a source is
-            given twice, or data.path or data.name is set too.
+            given twice, there are too many sources, or data.path or data.name is set
+            too.
     """
     if not options.mixture:
         return [(1.0, options)]
@@ -110,7 +111,7 @@ def rows_in_period(shares: Sequence[float]) -> np.ndarray:
     rows = np.maximum(np.floor(exact), 1).astype(np.int64)
     order = np.argsort(rows - exact, kind="stable")
     rows[order[: max(0, PERIOD - rows.sum())]] += 1
-    rows[np.argmax(rows)] += PERIOD - rows.sum()
+    rows[np.argmax(rows)] += PERIOD - rows.sum()  # if small shares were rounded up
     return rows
 
 

@@ -59,8 +59,8 @@ class OpenedDataset:
     ):
         """
         Args:
-            own: whether only this library uses the prepared files. They may then lack
-                splits and columns that it does not read.
+            own: whether only symjax uses the files that `datasets` prepares. They may
+                then lack splits and columns that symjax does not read.
         """
         self._builder, self._own, self._where = builder, own, where
         if own:
@@ -185,7 +185,7 @@ def _check_no_subset(subset: str) -> None:
 def _builder_for_capitals(
     path: str, files: dict[Path, str], columns: Columns, cache: str
 ) -> DatasetBuilder:
-    """Make a builder for files with upper-case endings, which `datasets` ignores."""
+    """Make a builder for files with upper-case endings; `datasets` would skip them."""
     import datasets
     from datasets.data_files import DataFilesDict, DataFilesList, get_data_patterns
 
@@ -194,14 +194,14 @@ def _builder_for_capitals(
     found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
     known = {str(file.resolve()) for file in files}
     kept = {
-        split: DataFilesList([x for x in its if x in known], its.origin_metadata)
-        for split, its in found.items()
+        split: DataFilesList([x for x in paths if x in known], paths.origin_metadata)
+        for split, paths in found.items()
     }
     options = {"sep": "\t"} if kind == "tsv" else {}
     kind = {"tsv": "csv"}.get(kind, kind)
     builder = datasets.load_dataset_builder(
         kind,
-        data_files=DataFilesDict({x: its for x, its in kept.items() if its}),
+        data_files=DataFilesDict({x: y for x, y in kept.items() if y}),
         cache_dir=cache,
         **options,
         **builder_options(kind, columns),
@@ -262,7 +262,7 @@ def _builder(
         "revision": revision,
     }
     if huggingface_hub.constants.HF_HUB_OFFLINE and cache is None:
-        # Prepared files are found by the options with which they were prepared.
+        # `datasets` finds prepared files by the options that it prepared them with.
         for kind in ("text", "parquet", "csv", "json"):
             with contextlib.suppress(ValueError, TypeError):
                 own = builder_options(kind, columns)

@@ -46,6 +46,7 @@ class SavedDataset:
         self.revision = stamp_of(read)
 
     def _arrow(self, folder: Path) -> list[Path]:
+        """Return the arrow files of the split in a folder."""
         found = _json_value(folder / STATE, "_data_files", self._where)
         files = [folder / file["filename"] for file in found]
         for path in files:

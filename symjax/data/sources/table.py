@@ -15,8 +15,9 @@ from symjax.data import tokens
 from symjax.data.sources import hub, local_files, mixture
 from symjax.data.sources.texts import Texts
 
-# The keys of `data.` that each source reads. `labelled_sources` loads packages and
-# digits, `data.generated` the tasks from mqar on, and `load` all others.
+# The keys of `data.` that each source reads. `labelled_sources` loads packages, digits,
+# and hub with `label`. `data.generated` makes the tasks from mqar on. `load` loads all
+# other sources.
 TOKENS = ("tokenizer", "vocabulary")
 TEXT = (*TOKENS, "documents", "bos")
 STREAM = ("streaming", "tokens")
@@ -55,10 +56,10 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 def files(options: config.Data) -> dict[str, Path]:
     """The files that a source reads on this machine, by name.
 
-    A data set on the hub has none.
+    A data set on the hub and a generated task have none.
 
     Raises:
-        ValueError: files are missing, or as in `load`.
+        ValueError: files are missing, or as in `check_keys`.
     """
     check_keys(options)
     if options.mixture:

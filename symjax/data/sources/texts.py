@@ -1,6 +1,6 @@
 """The documents of a source, read piece by piece and as often as they are needed.
 
-Memory holds one piece of text at a time, and 17 bytes for each document.
+Memory holds one piece of text at a time, and a hash and a size for each document.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ def fingerprint(source: str, facts: dict[str, Any], content: Any) -> dict[str, A
     """Return plain values that identify a corpus.
 
     Args:
-        facts: what `table.load` returned about the source.
-        content: a hash object that has read all of the text.
+        facts: plain values about the source, as the function that loads it returned.
+        content: a hash object that has read the content; that of a stream has read the
+            held-out text and the first shard.
     """
     return {
         "source": source,

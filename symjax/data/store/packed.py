@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-SAMPLED_FROM = 1 << 26  # when opened, larger files (bytes) are checked by a sample
+SAMPLED_FROM = 1 << 26  # bytes; opening a file of this size checks only a sample
 BLOCKS, BLOCK = 64, 1 << 16  # blocks of a sample, and bytes per block
 REMEDY = "delete the folder to build it again"
 

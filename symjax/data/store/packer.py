@@ -60,7 +60,8 @@ from symjax.storage import replaced
 
 HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
 HELDOUT_FILES = "heldout.npy", "heldout_ends.npy"
-# At most this share of data.tokens and this number of characters is held out.
+# The held-out text ends with the document that reaches this share of data.tokens,
+# counted in characters, or this number of characters.
 HELD_SHARE, LARGEST_HELD_OUT = 1 / 20, 1 << 24
 
 
@@ -114,7 +115,8 @@ class _Packer:
     Attributes:
         keys: hashes of the held-out documents.
         state: state of the training stream after the last document that was read.
-        counts: documents, tokens and bytes of existing training files that are kept.
+        counts: documents, tokens and bytes that the last packer has written to the
+            training files.
         head: the part of the manifest that is known after the first shard; None before.
     """
 

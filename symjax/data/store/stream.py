@@ -168,7 +168,7 @@ class GrowingArray:
 def open_stream(
     options: config.Data, directory: Path, *, replace: bool, format: int
 ) -> tuple[dict[str, Any], dict[str, PackedArray | GrowingArray]]:
-    """Return the manifest of a run, and its arrays by name, after the first shard.
+    """Return the manifest of a run, and its arrays by name, once one shard is packed.
 
     If the corpus is not complete, a process is started that packs the rest.
 

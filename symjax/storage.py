@@ -117,7 +117,10 @@ def download(workdir: epath.Path, name: str) -> Path:
 
 
 def upload(workdir: epath.Path, name: str) -> None:
-    """Copy a file of a run's local folder to its workdir, if that is in a bucket."""
+    """Copy a file from the local folder of a run to its workdir in a bucket.
+
+    Nothing is copied if the workdir is not in a bucket.
+    """
     if in_bucket(workdir):
         upload_file(local_folder(workdir) / name, workdir / name)
 
@@ -185,7 +188,7 @@ def is_unanswered(error: BaseException) -> bool:
 
 
 def _client() -> Any:
-    """Return the client that copies whole files in pieces."""
+    """Return fsspec's client for gs://, which copies large files in parts."""
     import fsspec
 
     return fsspec.filesystem("gs")
@@ -194,7 +197,7 @@ def _client() -> Any:
 def _prepare_client() -> None:
     """Choose gcsfs for small objects, even if TensorFlow is installed.
 
-    Its cache of listings is switched off, since Orbax writes to the bucket too.
+    The cache of listings is switched off, since Orbax writes to the bucket too.
 
     Raises:
         ValueError: gcsfs is not installed.

@@ -63,7 +63,7 @@ def from_dict(tree: dict[str, Any]) -> Config:
 
 
 def with_own_options(options: Config) -> Config:
-    """Return the configuration with the defaults of its mechanisms' own options."""
+    """Return the configuration with a value of every own option of its mechanisms."""
     chosen = dataclasses.replace(
         options.model.attention, options=own_options(options.model)
     )

@@ -253,7 +253,7 @@ def _engine_arguments(
     if log_decay is not None and unit_rows:
         raise ValueError(
             f"{who}: log_decay is not possible with normalise 'l2': the length of a "
-            "row has squares of its decays, which the state does not have"
+            "row needs the squares of its decays, which the state does not have"
         )
     if parameter is not None:
         parameter = jnp.asarray(parameter, dtype)

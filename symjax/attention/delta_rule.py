@@ -1,4 +1,4 @@
-"""The delta rule: a linear state that erases what it holds at a key before it writes.
+"""The delta rule: a state that erases its value at a key before it writes a new one.
 
     def delta(q, k, v, beta, g):  # one head: q, k [T H], v [T V], beta, g [T]
         sums, out = np.zeros((k.shape[1], v.shape[1])), []
@@ -75,7 +75,7 @@ class DeltaRule:
     `solve_unit_lower` solves.
 
     Attributes:
-        fades: whether a log-decay was given. Only the TPU kernel reads this field.
+        fades: whether a log-decay was given. Only kernels read this field.
         gated: whether erase gates were given, which no kernel supports.
     """
 
@@ -176,7 +176,7 @@ def delta_causal(
     axis_name: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """Return what queries read from a linear state that replaces values at keys.
+    """Return linear attention without a denominator, whose state replaces values.
 
     S_t = (I − β_t k_t k_tᵀ) diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ and out[t] = q_t S_t,
     with g_t = log_decay[t]: decay first, then erase, then write. With erase gates b_t,
@@ -195,7 +195,7 @@ def delta_causal(
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
-    output; with keys within 1e-2 of it the error of bfloat16 kernels is 3e-2.
+    output. With keys within 1e-2 of one direction that of bfloat16 kernels is 3e-2.
 
     Args:
         beta: the share of the value at a key that is replaced.

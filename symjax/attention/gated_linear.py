@@ -302,7 +302,7 @@ class LogDecay(NamedTuple):
         gate: logits → log-decays, element by element. The layer computes the logits
             from the token by a learned linear map.
         per: "head" or "channel": there is one log-decay for each.
-        low_rank: whether the map to logits has rank 16, by a layer of 16 features.
+        low_rank: whether the map to logits has rank 16: it goes through 16 features.
     """
 
     rates: Callable[[int, int, int], Float[Array, "N"]] | None = None

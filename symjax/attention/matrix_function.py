@@ -54,7 +54,7 @@ def matrix_function(
     expm1          e^A − I
     resolvent      (I − αA)⁻¹
     resolventm1    (I − αA)⁻¹ − I
-    ones_plus      1 + A/‖A‖² for every score, with the sum ‖A‖² of all squared scores
+    ones_plus      1 + A/‖A‖², entry by entry; ‖A‖² is the sum of all squared scores
     (a₀, a₁, …)    a₀ I + a₁ A + a₂ A² + …
 
     Rows of f(A) may have negative entries, and they sum to 1 only with normalise
@@ -151,7 +151,7 @@ def _rows(
 def with_ones(x: Float[Array, "B T N H"], scale: Array | float = 1.0) -> Array:
     """Return x with one more channel, 1/√scale.
 
-    If x are queries, this channel adds 1 to every score scale · QQᵀ.
+    If x are queries, this channel adds 1 to every entry of scale · QQᵀ.
     """
     one = jnp.broadcast_to(jnp.asarray(scale, x.dtype) ** -0.5, (*x.shape[:-1], 1))
     return jnp.concatenate([x, one], axis=-1)

@@ -10,7 +10,7 @@ With M random rows w of the projection W, φ(q)·φ(k) has the expected value M 
 The factor M cancels when a row is divided by its denominator.
 
 These features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts
-a running maximum from their exponents, so that none overflows and no ε is needed.
+a running maximum from their exponents, so that no feature overflows and no ε is needed.
 Queries and keys may have any size whose squared length float32 can hold (entries up to
 1e18).
 

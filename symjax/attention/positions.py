@@ -123,9 +123,11 @@ def _checked_frequencies(
 def sinusoidal(
     positions: Int[Array, "*T"], width: int, base: float = 10000.0
 ) -> Float[Array, "*T {width}"]:
-    """Return features: 2i is sin(position · base^(−2i/width)), 2i + 1 is the cosine.
+    """Return sinusoidal features of positions.
 
-    The result has the default float type, or that of the positions if it is wider.
+    Feature 2i is sin(position · base^(−2i/width)), and feature 2i + 1 is the cosine of
+    this angle. The result has the default float type, or that of the positions if it is
+    wider.
 
     Raises:
         ValueError: the width is odd or below 2, or a base that is not above 0.

@@ -2,9 +2,9 @@
 
 With M random rows w of a projection W and x' = x √scale, random features estimate
 exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a factor that
-depends on the query alone, which cancels in the division by the denominator. The factor
-is M exp(|q'|²/2) for positive features. The maps `relu` and `slay` estimate other
-functions. `RANDOM_FEATURES` maps names to feature maps.
+depends on the query alone. This factor cancels in the division by the denominator. For
+positive features it is M exp(|q'|²/2). The maps `relu` and `slay` estimate other
+functions. `RANDOM_FEATURES` has the feature maps by name.
 
 Most features are exponentials. `LogFeatures` has the exponents of features, from which
 `symjax.attention.recurrent.linear_state` subtracts a running maximum, so that no

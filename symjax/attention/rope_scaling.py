@@ -66,8 +66,8 @@ def rope_frequencies(
             n tokens. θ_i is divided by s if pair i makes fewer turns than the first,
             and unchanged if it makes more than the second.
         beta_slow, beta_fast: the same two limits for yarn.
-        truncate: for yarn, round the two limits, as numbers of pairs, to integers, the
-            lower one down and the upper one up.
+        truncate: for yarn, round the values of i at these limits to integers, the lower
+            one down and the upper one up.
         length: for dynamic, L of each text.
     Raises:
         ValueError: an option is out of its range, or the kind is unknown.

@@ -78,7 +78,7 @@ def symmetric(
     attend: Callable[..., Array] = softmax,
     **options,
 ) -> Float[Array, "B T N V"]:
-    """Return attend(query, symmetric_key(query), value): the keys are the queries.
+    """Return attend(query, key, value), where `symmetric_key` makes key from query.
 
     Scores are symmetric, s_ts = s_st, if keys are not normalised and there is no metric
     or a symmetric one. Without a metric a token usually has its highest score, |q|²/√H,

@@ -45,7 +45,7 @@ def check_count(who: str, name: str, value: int, least: int = 1) -> None:
 def state_sizes(
     who: str, batch: int, kv_heads: int, head_size: int, value_size: int, dtype: Any
 ) -> tuple[int, int, int, int]:
-    """Return the checked sizes of the state before any token.
+    """Check the sizes of an empty state, and return them.
 
     Raises:
         ValueError: a size or the dtype is wrong. The message names it.
@@ -66,7 +66,7 @@ def check_dtype(who: str, dtype: Any) -> None:
         floating = False
     if not floating:
         raise ValueError(
-            f"{who}: dtype must be that of floating numbers, got {shown(dtype)}"
+            f"{who}: dtype must be a floating-point type, got {shown(dtype)}"
         )
 
 
@@ -293,7 +293,7 @@ def check_axis(who: str, axis_name: str | None, state: Any, return_state: bool) 
         if axis_name is not None and given:
             raise ValueError(
                 f"{who}: {name} has no meaning with axis_name {axis_name!r}, whose "
-                "devices read all tokens from the first on"
+                "devices hold the whole sequence"
             )
 
 

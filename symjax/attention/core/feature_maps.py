@@ -97,8 +97,8 @@ class Features(NamedTuple):
         bounded: whether the first feature is 1 and the others are a vector of length 1
             at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
             sum to at most 2. GPU kernels take such maps even if features change sign.
-        elementwise: whether each feature is a function of one number and is never
-            negative. NVIDIA kernels compute such features themselves.
+        elementwise: whether each feature is a function of one channel and is never
+            negative. NVIDIA kernels compute such features if they fill whole blocks.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
             (1, −1) if the features of −w follow. Features of a key are also multiplied
             by exp(−scale |x|²/2). Empty for other features.
@@ -118,7 +118,7 @@ class Features(NamedTuple):
 
 
 class RandomFeatures(NamedTuple):
-    """Parameters of random features: rows w, the scale, and log factors of the rows."""
+    """Parameters of random features: rows w, the scale, and offsets of exponents."""
 
     rows: Float[Array, "M H"]
     scale: Float[Array, ""]

@@ -1,7 +1,7 @@
 """Laws of length: changes of scores by the number of visible keys, or by distance.
 
-More keys flatten the weights of a row. A factor of its scores that grows with n, the
-number of keys that the row sees, keeps the weights as sharp.
+More keys flatten the weights of a row. A factor of the scores that grows with n, the
+number of keys that the row sees, keeps the weights equally sharp for all n.
 
     log_scale        log n / log base
     floor_scale      1 + 0.1 log(1 + ⌊n / 8192⌋)

@@ -195,8 +195,8 @@ class ScoreSettings(NamedTuple):
 def signal_keys(key_heads: int, value_heads: int) -> int:
     """Return the number of signal keys before each noise key.
 
-    There is one signal key for each value head. All further key heads are noise keys;
-    without any the result is 0.
+    There is one signal key for each value head. All further key heads are noise keys.
+    If there are none, the result is 0.
     """
     noise_keys = key_heads - value_heads
     return value_heads // noise_keys if noise_keys else 0

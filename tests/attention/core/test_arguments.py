@@ -126,11 +126,11 @@ WRONG = {
     "cosine_state: head_size must be at least 1, got -4": lambda: A.cosine_state(
         B, N, -H, H
     ),
-    "decay_state: dtype must be that of floating numbers, got None": lambda: (
-        A.decay_state(B, N, H, H, dtype=None)
+    "decay_state: dtype must be a floating-point type, got None": lambda: A.decay_state(
+        B, N, H, H, dtype=None
     ),
-    "flash_state: dtype must be that of floating numbers, got 'x'": lambda: (
-        A.flash_state(B, N, H, H, dtype="x")
+    "flash_state: dtype must be a floating-point type, got 'x'": lambda: A.flash_state(
+        B, N, H, H, dtype="x"
     ),
     "linear: key must be an array of floating numbers, got None": lambda: A.linear(
         X, None, X, np.ones((B, 1, 1, T), bool), features=lambda x: x
@@ -141,7 +141,7 @@ WRONG = {
     "retention_log_decay: heads must be an int, got Array(4": lambda: (
         A.retention_log_decay(jnp.asarray(4))
     ),
-    "performer_state: dtype must be that of floating numbers, got": lambda: (
+    "performer_state: dtype must be a floating-point type, got": lambda: (
         A.performer_state(B, N, H, H, dtype=jnp.int32)
     ),
     "performer: scale must be an array of real numbers, got bool": lambda: A.performer(

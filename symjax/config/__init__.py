@@ -2,7 +2,8 @@
 
 A configuration file (`configs/NAME.py`) changes some keys. The command line changes
 more (`--config.model.depth=6`). A checkpoint stores all of them, and `train.py --help`
-prints their meanings. This package is plain data: it imports neither jax nor flax.
+prints their meanings. This package is plain data: importing it imports neither jax nor
+flax.
 
 In the order of reading:
 

@@ -87,16 +87,16 @@ class Attention(Keys):
     length_base: int = key(
         0,
         "multiply scores by log n / log length_base, where n is the number of keys "
-        "that the row sees, at least 16; 0: off",
+        "that the row sees, or 16 if it sees fewer; 0: off",
         least=0,
     )
     length_scale: str = key(
         "",
-        "another law of length of the scores. learned: length_base times a learned "
-        "factor per head (SSMax); adaptive: 1 + β (log(n + 1))^γ with β and γ from the "
-        "token (ASEntmax); floor: 1 + 0.1 log(1 + ⌊n / 8192⌋) (Llama 4); distance: a "
-        "factor and a shift by the distance of a pair (scale-invariant attention); "
-        "empty: length_base alone",
+        "another change of the scores with the number n of visible keys. learned: the "
+        "factor of length_base times a learned factor per head (SSMax); adaptive: "
+        "1 + β (log(n + 1))^γ with β and γ from the token (ASEntmax); floor: 1 + 0.1 "
+        "log(1 + ⌊n / 8192⌋) (Llama 4); distance: a factor and a shift by the distance "
+        "of a pair (scale-invariant attention); empty: length_base alone",
         ("", "learned", "adaptive", "floor", "distance"),
     )
     window: int = key(
@@ -107,10 +107,10 @@ class Attention(Keys):
     )
     forget: str = key(
         "none",
-        "forget gate of score mechanisms: a score gets the sum of the log-decays "
+        "forget gate of score mechanisms: adds to a score the sum of the log-decays "
         "between key and query. fox: learned, log sigmoid(W x + b) per head (the "
-        "Forgetting Transformer). The other log-decays per head of "
-        "model.attention.decay are possible too",
+        "Forgetting Transformer). The other values of model.attention.decay are "
+        "possible too, except those per channel (gated and kda)",
         decays,
     )
     sink: bool = key(

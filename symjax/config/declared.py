@@ -36,8 +36,8 @@ def own_options(model: Model) -> OwnOptions:
     Raises:
         ValueError: a value is wrong, or no mechanism of the model has the option.
     """
-    known, given = declared_options(model), model.attention.options
-    for name, value in given.items():
+    known, values = declared_options(model), model.attention.options
+    for name, value in values.items():
         if name not in known:
             mechanisms = ", ".join(mechanisms_of(model))
             raise ValueError(
@@ -47,7 +47,7 @@ def own_options(model: Model) -> OwnOptions:
     return OwnOptions(
         {
             name: option.checked(
-                f"model.attention.options.{name}", given.get(name, option.default)
+                f"model.attention.options.{name}", values.get(name, option.default)
             )
             for name, option in known.items()
         }

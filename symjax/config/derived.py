@@ -7,7 +7,7 @@ from symjax.config.run import Config
 
 
 def scheduled_steps(options: Config) -> int:
-    """Return the steps after attention transfer, for the schedule of the optimizer."""
+    """Return the number of steps that the schedule counts: all after the transfer."""
     return options.steps - options.transfer.steps
 
 

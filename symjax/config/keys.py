@@ -22,6 +22,7 @@ def key(
     """Declare one key: its default, its meaning, and the values that it may take.
 
     Args:
+        least, most: limits of a number.
         former: value of older configurations → present value.
     """
     return dataclasses.field(

@@ -26,8 +26,8 @@ class Evaluate(Keys):
 
     every: int = key(
         500,
-        "steps between held-out evaluations, and samples if evaluate.sample; 0: only "
-        "at the end",
+        "steps between held-out evaluations (with a sample if evaluate.sample is on); "
+        "0: only at the end",
         least=0,
     )
     batches: int = key(20, "held-out batches per evaluation; 0: all", least=0)

@@ -1,9 +1,9 @@
 """Command line of train.py: `parse` makes a `Command` of its words.
 
 `parse` runs the configuration file (`load_config`), changes the keys that
---config.KEY=VALUE names, and validates the result. Every error is a ValueError of one
-line that names the word and the choices. `Parser` and `add_imports` are shared with the
-other programs.
+--config.KEY=VALUE names, and validates the result. Errors are ValueErrors of one line,
+which names the word and, for an unknown name, the choices. The other programs use
+`Parser` and `add_imports` too.
 """
 
 import argparse
@@ -36,8 +36,8 @@ symjax-train, the same from any directory
                            the same command run again resumes the run
   --import FILE|MODULE     first run a file (my_mechanism.py) or a module, which adds
                            mechanisms, feature maps or decays; may be repeated.
-                           Checkpoints store its source: "stored" runs the source that
-                           they hold, "show" prints it
+                           Checkpoints store its source. "stored" runs the source in
+                           the checkpoint, "show" prints it
   --allow KEY,KEY          keys in which a resumed run may differ from its checkpoint,
                            for instance optimizer.learning_rate,batch_size; "imports"
                            lets the source of --import differ
@@ -59,9 +59,10 @@ symjax-train, the same from any directory
 
 The first signal (Ctrl-C, SIGTERM) saves a checkpoint after the current step and ends
 the run, a second one exits at once. With several processes SIGTERM saves, and Ctrl-C
-exits at once. Exit codes: 0 complete; 1 a loss or gradient that is not finite, out of
-memory, or another process failed; 2 bad input; 130 and 143 interrupted by Ctrl-C and
-SIGTERM; 134 ended by jax because another process died or did not start.
+exits at once. Exit codes: 0 complete; 1 a loss or gradient is not finite, a gradient
+is a spike, out of memory, or another process failed; 2 bad input; 130 and 143
+interrupted by Ctrl-C and SIGTERM; 134 ended by jax because another process died or did
+not start.
 """
 OPTIONS = "model.attention.options."  # prefix of the keys that mechanisms declare
 BOOLEANS = {
@@ -107,7 +108,8 @@ def parse(words: list[str]) -> Command:
     """Return the command of the words after `python train.py`.
 
     Raises:
-        ValueError: an unknown key, value, file, preset or stray word, in one line.
+        ValueError: a key, value, file, preset or word is unknown or not allowed; the
+            message is one line.
     """
     flags, rest = _parse_flags(words)
     if flags.config is None and flags.help is None:
@@ -219,8 +221,8 @@ def _run_stored_imports(workdir: str | epath.Path, words: list[str]) -> None:
 def parse_launch(words: list[str]) -> launch.Launch | None:
     """Return the position of this process among several; None if it runs alone.
 
-    It comes from the flags, or from the environment variables of a launcher. A dry run,
-    packing and the help always run alone.
+    The position comes from the flags, or from the environment variables of a launcher.
+    A dry run, packing and the help always run alone.
 
     Raises:
         ValueError: the flags or variables contradict each other.
@@ -238,7 +240,7 @@ def help_text(options: config.Config, group: str = "") -> str:
     """Return the usage, and every key with type, value, meaning and choices.
 
     Args:
-        group: only the keys of this group and of the groups in it; "" means all.
+        group: show only the keys of this group and of the groups in it; "" shows all.
     Raises:
         ValueError: there is no such group.
     """
@@ -321,7 +323,7 @@ def _declared_option(key: str, declared: dict[str, Option]) -> Option:
 
 
 def _declared_lines(options: config.Config) -> list[str]:
-    """Return the help on the options that mechanisms of the table declare."""
+    """Return the help on the options that mechanisms declare themselves."""
     lines, values = [], config.own_options(options.model)
     used = config.mechanisms_of(options.model)
     for mechanism, form in MECHANISMS.items():

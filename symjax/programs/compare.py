@@ -11,31 +11,31 @@ python -m symjax.programs.compare --configs configs/gpt.py:tiny,configs/diff.py:
 python -m symjax.programs.compare --workdirs runs/gpt,runs/diff_sym
 
 --configs trains one run for each configuration and seed, as a workdir of train.py below
---out. --vary makes a configuration of each value of a key. If it is given twice, it
-makes one of each pair of values. Complete runs are not trained again, so the same
-command continues after an interruption. All configurations of a seed are trained before
-those of the next seed, and each run is measured and printed when it is complete. At the
-end compare.md, compare.csv, compare.json and a PNG figure are written to --out. Three
-more tables are written if they have rows: differences.csv with its figure, tasks.csv
-and lambda.csv.
+--out. --vary makes a configuration of each value of a key. Given twice, it makes one
+of each pair of values. Complete runs are not trained again, so the same command
+continues after an interruption. All configurations of a seed are trained before those
+of the next seed, and each run is measured and printed when it is complete. At the end
+compare.md, compare.csv, compare.json and the figure heldout.png are written to --out.
+Three more tables are written if they have rows: differences.csv with its figure,
+tasks.csv and lambda.csv.
 
 --workdirs compares existing runs and trains nothing. Runs of the same step that differ
-only in their seed make one row, also if they begin with runs of these seeds
-(init_from=FOLDER-seed0 in seed 0, FOLDER-seed1 in seed 1).
+only in their seed make one row. The end -seedN of their init_from may differ too: seed
+0 may begin with FOLDER-seed0, and seed 1 with FOLDER-seed1.
 
 Differences from the first configuration, or from --baseline, are paired by seed: the
 table has their mean and the 95 % interval of Student's t, which needs two seeds.
 
---tasks runs tasks of eval.py on every run. A few headline numbers of each become
-columns, as means and standard deviations over seeds; all tables, figures and numbers of
-a run are in the folder tasks/ of --out.
+--tasks runs tasks of eval.py on every run. A few headline numbers of each task become
+columns, as means and standard deviations over seeds. All tables, figures and numbers of
+the tasks are in the folder tasks/ of --out.
 
 --match gives every configuration the baseline's parameters, or its FLOPs per token,
 within 2 %. It changes only model.feedforward.
 
 --tune trains every value of a key with the first seed of each configuration. The value
-with the least loss on a quarter of the held-out rows is used with all seeds. All
-numbers of the comparison are measured on the other rows.
+with the least loss on a quarter of the held-out rows is used with all seeds. Held-out
+losses of the comparison are measured on the other rows.
 
 Table and curves use the same held-out batches: --batches if it is given, otherwise
 --config.evaluate.batches if it is given, otherwise all. Exit codes are those of
@@ -160,7 +160,10 @@ def run(chosen: argparse.Namespace, rest: list[str]) -> None:
 def prepare(
     plan: Plan, chosen: argparse.Namespace, fairness: Fairness
 ) -> tuple[dict[str, list[Command]], Fairness]:
-    """Return the runs by configuration, after --match and --tune."""
+    """Apply --match and --tune, and return the runs by configuration.
+
+    --tune trains the first seed of every configuration with each value.
+    """
     if chosen.match:
         plan, matches = match_plan(plan, fairness.baseline, chosen.match)
         fairness = fairness._replace(matches=matches)
@@ -178,10 +181,10 @@ def prepare(
 def train_and_measure(
     runs: dict[str, list[Command]], chosen: argparse.Namespace
 ) -> dict[str, list[Evaluated]]:
-    """Train the runs that are not complete, and measure and print each at once.
+    """Train the runs that are not complete; measure and print each run after training.
 
-    All configurations of one seed come before those of the next, so that they run under
-    the same conditions.
+    All configurations of a seed come before those of the next seed, so that the runs
+    that are compared run under the same conditions.
     """
     evaluated: dict[str, list[Evaluated]] = {name: [] for name in runs}
     for commands in zip(*runs.values(), strict=True):
@@ -223,7 +226,12 @@ def measure(
 def write(
     evaluated: dict[str, list[Evaluated]], fairness: Fairness, out: Workdir
 ) -> None:
-    """Print the comparison, and write its files into a folder."""
+    """Print the comparison, and write its files into a folder.
+
+    Raises:
+        ValueError: the runs have different targets or different held-out batches, or a
+            file cannot be written.
+    """
     check_documents(evaluated)
     check_batches(evaluated)
     comparison = compare(evaluated, fairness)
@@ -244,18 +252,18 @@ def check_nothing_to_train(chosen: argparse.Namespace, rest: list[str]) -> None:
         "--match": chosen.match,
         "--tune": chosen.tune,
     }
-    given = [name for name, value in flags.items() if value]
-    if given or rest:
+    used = [name for name, value in flags.items() if value]
+    if used or rest:
         raise ValueError(
-            f"{(given + rest)[0]} is for runs to train: --workdirs compares runs that "
+            f"{(used + rest)[0]} is for runs to train: --workdirs compares runs that "
             "exist"
         )
 
 
 def check_matched_keys(chosen: argparse.Namespace) -> None:
     """Refuse --vary and --tune of the key that --match sets. Raises: ValueError."""
-    given = [x.partition("=")[0] for x in (*chosen.vary, *chosen.tune)]
-    if chosen.match and KEY in given:
+    keys = [x.partition("=")[0] for x in (*chosen.vary, *chosen.tune)]
+    if chosen.match and KEY in keys:
         raise ValueError(f"--match sets {KEY}: leave it out of --vary and --tune")
 
 

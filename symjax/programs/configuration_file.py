@@ -62,7 +62,7 @@ def _importable_configs(path: Path) -> Iterator[None]:
 def choices_in(folder: Path) -> str:
     """Return "choose from …" with the configuration files of a folder.
 
-    If the folder has none, they are those of configs/.
+    If the folder has none, the files of configs/ are named.
     """
     for directory in (folder, Path("configs")):
         paths = [path for path in directory.glob("*.py") if path.stem != "base"]

@@ -54,12 +54,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, resolve_url(value))
     chosen.names = tasks.parse_names(chosen.tasks)
-    for flag, given, task in (
+    for flag, is_set, task in (
         ("--rope_scaling", chosen.rope_scaling, "length"),
         ("--lengths", chosen.lengths, "speed"),
         ("--prompt", chosen.prompt is not None, "sample"),
     ):
-        if given and task not in chosen.names:
+        if is_set and task not in chosen.names:
             raise ValueError(
                 f"{flag} is for the task {task}, which --tasks {chosen.tasks} leaves "
                 "out"
@@ -99,8 +99,8 @@ def _parser() -> Parser:
     add(
         "--batches",
         type=int,
-        help="the most held-out batches to measure; by default all for the task loss, "
-        "and a few for others",
+        help="largest number of held-out batches; by default all for the task loss, "
+        "and a few for other tasks",
     )
     add("--text", type=Path, help="evaluate this file instead of the held-out text")
     add(
@@ -130,7 +130,7 @@ def _parser() -> Parser:
 
 
 def _check_ranges(chosen: argparse.Namespace) -> None:
-    """Raise a ValueError that names a number outside its range."""
+    """Refuse numbers outside their range. Raises: ValueError: naming the flag."""
     for name in ("batches", "tokens", "window"):
         if (value := getattr(chosen, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
@@ -154,7 +154,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     """Return the lengths, each once, in ascending order; () for an empty text.
 
     Raises:
-        ValueError: a length is not a number from 1 to 2²⁰, or there are commas alone.
+        ValueError: a length is not a number from 1 to 2²⁰, or the text has only commas.
     """
     words = list(filter(None, map(str.strip, text.split(","))))
     for word in words or [text] * bool(text):

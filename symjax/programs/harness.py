@@ -117,9 +117,10 @@ def evaluate(model: Loaded, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tasks(names: list[str], include: Path | None) -> Any:
-    """Return lm_eval's manager of the tasks in the folder `include`.
+    """Return lm_eval's task manager, which has all tasks of `names`.
 
-    If the folder lacks one of the names, the manager also has the tasks of lm_eval.
+    It has the tasks in the folder `include`. If one of the names is not among them, or
+    there is no folder, it has the tasks of lm_eval too.
 
     Raises:
         ValueError: a name is unknown.

@@ -1,8 +1,8 @@
 """The feed-forward size that gives a configuration the baseline's size or cost.
 
 --match parameters counts the trained weights. --match flops counts the operations of a
-forward pass per token by formula (`models.cost`). Both grow linearly with
-model.feedforward, the number of hidden features of the feed-forward. So the amounts of
+forward pass per token by formula (`models.cost`). Both numbers grow linearly with
+model.feedforward, the number of hidden features of the feed-forward. So the numbers at
 two sizes give a line, on which the wanted size is found. No other key changes, so
 attention stays as the configuration has it. A change of the width would also change the
 size of heads.
@@ -53,7 +53,8 @@ class Match(NamedTuple):
         return (
             f"{self.name}: {KEY} {self.before} → {self.feedforward}, "
             f"{self.amount:,.0f} {UNITS[self.measure]}, "
-            f"{self.amount / self.wanted - 1:+.2%} of the baseline's {self.wanted:,.0f}"
+            f"{self.amount / self.wanted - 1:+.2%} from the baseline's "
+            f"{self.wanted:,.0f}"
         )
 
 
@@ -61,8 +62,8 @@ def match_plan(plan: Plan, baseline: str, measure: str) -> tuple[Plan, list[Matc
     """Return the plan with matched feed-forward sizes, and a match per configuration.
 
     Nothing else of the plan changes. Data are opened, because the number of parameters
-    depends on the vocabulary. With --tune, every value is matched, and the match of the
-    first value is returned.
+    depends on the vocabulary. With --tune, every value is matched, but only the match
+    of the first value is returned.
 
     Args:
         baseline: name of the configuration that does not change.
@@ -92,10 +93,10 @@ def match_plan(plan: Plan, baseline: str, measure: str) -> tuple[Plan, list[Matc
 
 
 def match_model(name: str, model: config.Model, measure: str, wanted: float) -> Match:
-    """Return the feed-forward size that comes close to `wanted`.
+    """Return the feed-forward size with which the model comes close to `wanted`.
 
-    Multiples of 128 are tried first, then multiples of 64, … 2. The first that is
-    within 1 % is returned, or else the closest size.
+    The closest multiple of 128 is tried first, then of 64, 32, …, 2. The first that
+    brings the model within 1 % of `wanted` is returned, or else the closest size.
 
     Args:
         model: the configuration of the model, with the vocabulary of its data.

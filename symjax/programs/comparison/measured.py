@@ -24,8 +24,8 @@ class Evaluated(NamedTuple):
     """Measurements of one run.
 
     Attributes:
-        losses: as `measures.language.losses` returns them.
-        lambdas: a record for each differential layer.
+        losses: as `symjax.evaluation.measures.language.losses` returns them.
+        lambdas: a record for each layer of differential V1.
         speed: median of the tokens per second in metrics.jsonl; None if it has none.
         curve: (step, held-out loss), on the batches of `losses`.
         tokens: number of tokens of training.

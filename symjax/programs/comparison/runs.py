@@ -78,8 +78,8 @@ def train_missing(command: Command) -> None:
 def group_runs(workdirs: list[Workdir]) -> dict[str, list[Workdir]]:
     """Group existing runs that differ only in their seed, and name each group.
 
-    Runs may also begin from runs of their own seeds: `init_from` is A-seed0 in seed 0
-    and A-seed1 in seed 1.
+    The end -seedN of `init_from` may differ with the seed too: seed 0 may begin with
+    FOLDER-seed0, and seed 1 with FOLDER-seed1.
 
     Raises:
         ValueError: a run is missing or given twice, or the runs have different targets,
@@ -208,7 +208,7 @@ def check_equal(
     """Refuse runs that train on different data or on different numbers of tokens.
 
     Args:
-        part: whether only some of the held-out batches are evaluated. Then the runs
+        part: whether only some of the held-out batches may be evaluated. Then the runs
             must also have the same batch size.
         tuned: whether the held-out rows are divided (`tuned.split`). Then the rows of
             all runs must have the same length.

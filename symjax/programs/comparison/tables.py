@@ -1,4 +1,4 @@
-"""Tables, figure and JSON of the measurements of all configurations."""
+"""Tables, figures and JSON of the measurements of all configurations."""
 
 import itertools
 import statistics
@@ -37,13 +37,16 @@ class Fairness(NamedTuple):
         if self.choices:
             lines.append(
                 f"tuned values have the least loss on 1/{PARTS} of the held-out rows, "
-                "first seed; all other numbers are measured on the other rows"
+                "first seed; held-out losses are measured on the other rows"
             )
         return lines
 
 
 def compare(runs: dict[str, list[Evaluated]], fairness: Fairness) -> Result:
-    """Return tables and curves of means and standard deviations (n − 1) over seeds."""
+    """Return the comparison: tables, figures, and lines that explain the numbers.
+
+    Numbers are means over seeds; standard deviations have the divisor n − 1.
+    """
     rows, lambdas, curves, bands = [], [], {}, {}
     all_runs = list(itertools.chain(*runs.values()))
     unit, where = f"nats/{all_runs[0].unit}", _batches_text(all_runs)
@@ -109,7 +112,7 @@ def _lines(
     lines = [
         f"held-out losses on {where}, table and figure alike: means over seeds",
         f"std: the standard deviation over seeds, {DIVISOR}; - for a single seed",
-        f"train mode, eval mode: {unit} of training text with and without dropout",
+        f"train mode, eval mode: {unit} of training examples with and without dropout",
     ]
     if len(runs) > 1:
         lines.append(
@@ -133,9 +136,10 @@ def _lines(
 def _differences(
     runs: dict[str, list[Evaluated]], baseline: str, loss: str
 ) -> Iterator[tuple[str, str, Difference]]:
-    """Yield (configuration, measure, difference) of every other configuration.
+    """Yield (configuration, measure, its difference from the baseline).
 
-    A measure that the configuration or the baseline does not have is left out.
+    The baseline itself is left out, and so is a measure that the configuration or the
+    baseline does not have.
     """
     by_name = {
         name: {run.seed: run.measures(loss) for run in seeds}
@@ -175,7 +179,7 @@ def _difference_figure(differences: dict[str, Difference], label: str) -> Dots:
 def _task_records(runs: dict[str, list[Evaluated]]) -> list[dict[str, Any]]:
     """Return the mean and standard deviation of every headline number of the tasks.
 
-    They are None if a run of the configuration lacks the number. The list is empty if
+    Both are None if a run of the configuration lacks the number. The list is empty if
     no run has headline numbers.
     """
     labels = _labels(run.headlines for seeds in runs.values() for run in seeds)

@@ -1,9 +1,9 @@
 """The best value of the keys of --tune, chosen on a quarter of the held-out rows.
 
-`split` divides the held-out rows. Values are chosen on a quarter of them, the choosing
-rows. All numbers of the comparison are measured on the judging rows, which are the
-others. Each value is trained once, with the first seed. A configuration then uses the
-value with the least loss on the choosing rows.
+`split` divides the held-out rows. Values are chosen on a quarter of the rows, the
+choosing rows. Held-out losses of the comparison are measured on the other rows, the
+judging rows. Each value is trained once, with the first seed. A configuration then uses
+the value with the least loss on the choosing rows.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from symjax.training.step import means
 PARTS = 4  # choosing rows are 1/PARTS of the held-out rows
 FIRST_CHOOSING = 2**30  # number of the first choosing row of a generated task
 
-Place = Callable[[np.ndarray], np.ndarray]  # row numbers of a part → of all rows
+Place = Callable[[np.ndarray], np.ndarray]  # row numbers in a part → among all rows
 
 
 class Split(NamedTuple):
@@ -101,10 +101,10 @@ def _choosing_loss(command: Command, batches: int | None) -> float:
 def split(examples: Examples, length: int) -> Split:
     """Divide held-out rows into choosing rows and judging rows.
 
-    The last quarter of a text is for choosing. Its last row may be short. Windows
-    longer than `length` are cut from the judging part. Of labelled examples every
-    fourth row is for choosing, since neighbours may have the same label. Generated
-    tasks have any number of rows, and their choosing rows begin at 2³⁰.
+    The last quarter of the rows of a text is for choosing; the last row may be short.
+    Windows longer than `length` are cut from the judging part. Every fourth row of
+    labelled examples is for choosing, since neighbours may have the same label.
+    Generated tasks have any number of rows: their choosing rows begin at row 2³⁰.
 
     Args:
         length: tokens of a row of training.

@@ -16,8 +16,8 @@ KINDS = (
     "collective-permute",
 )
 
-# Groups in mesh notation: all axes with their sizes, then the axes of a group, of which
-# `'axis':(i)n` is a part of size n.
+# Groups in mesh notation: all axes of the mesh with their sizes, then the axes that a
+# group spans. `'axis':(i)n` means a part of that axis with n devices.
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}")
 
 
@@ -41,8 +41,8 @@ def traffic(text: str, devices: int) -> Traffic:
 
     With n devices in a group and R bytes of the result, a ring sends R(n−1)/n for an
     all-gather or an all-to-all, 2R(n−1)/n for an all-reduce and R(n−1) for a
-    reduce-scatter; a permutation sends R. A condition counts as its branch that sends
-    most.
+    reduce-scatter; a permutation sends R. Of the branches of a condition, the one that
+    sends most counts.
 
     Args:
         text: `as_text()` of the program.
@@ -83,7 +83,7 @@ def _sent_bytes(kind: str, instruction: Instruction, devices: int) -> int:
 
 
 def _group_size(rest: str, devices: int) -> int:
-    """Return the number of devices of a group, from each of XLA's three notations."""
+    """Return the number of devices of a group, in any of XLA's three notations."""
     if match := _MESH_GROUPS.search(rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])

@@ -1,10 +1,10 @@
 """Bytes that a program compiled for a GPU reads and writes, by part of the step.
 
 The compilers for GPUs estimate no time. Memory limits all operations except matrix
-products, so their bytes at full speed give the least time that they can take. The bytes
-before and after a change show what the change saves. An array counts once for each
-operation that reads or writes it; if an operation reads or replaces a slice, only the
-slice counts.
+products, so the bytes of an operation at full speed give the least time that it can
+take. The bytes before and after a change of the program show what the change saves. An
+array counts once for each operation that reads or writes it. If an operation reads or
+replaces a slice, only the slice counts.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ _MOVING = ("fusion", "fusion-start", "custom-call", "copy", "sort", "fft")
 _SLICES = ("dynamic-slice", "gather", "slice")
 # Operations in place, with the index of the operand that holds the new values.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-# Parts of custom calls, by the beginning of their target.
+# Beginning of the target of a custom call → the part of the step that it belongs to.
 _CALL_PARTS = {
     "__cublas": "products with weights",
     "__cudnn$conv": "products with weights",
@@ -30,9 +30,9 @@ _SCRATCH = ("s8", "u8")  # element types of the workspace of custom calls
 def bytes_by_part(text: str) -> Counter:
     """Return the bytes of one run on one GPU, by part (`tpu_cycles.PARTS`).
 
-    On one device, attention is the attention kernels alone; on several devices it is
-    everything inside `shard_map`.
-    Collectives are left out, and loops of unknown length count as one trip.
+    On one device, the part "attention" has the attention kernels alone; on several
+    devices it has everything inside `shard_map`. Collectives are left out, and loops of
+    unknown length count as one trip.
 
     Args:
         text: `as_text()` of the compiled program.
@@ -80,7 +80,7 @@ def _fusion_bytes(fused: list[Instruction], *, scratch: bool) -> int:
             readers[by_name[name].name].append((index, x))
 
     def read(parameter: Instruction) -> int:
-        """Return the bytes read of a parameter; if only slices are read, theirs."""
+        """Return the bytes read of a parameter: only slices, if only they are read."""
         slices = 0
         for index, x in readers[parameter.name]:
             if index or x.operation not in (*_SLICES, *_UPDATES):
@@ -89,7 +89,7 @@ def _fusion_bytes(fused: list[Instruction], *, scratch: bool) -> int:
         return min(slices, _bytes(parameter.shape))
 
     def written(name: str) -> int:
-        """Return the bytes written of a result; if a slice is replaced, its bytes."""
+        """Return the bytes written of a result: only a slice, if one is replaced."""
         x = by_name[name]
         if x.operation in _UPDATES:
             x = by_name[x.operands[_UPDATES[x.operation]]]

@@ -33,13 +33,13 @@ class Instruction(NamedTuple):
 
     @property
     def fusion(self) -> str | None:
-        """Name of the computation that a fusion runs as one operation, or None."""
+        """Name of the computation that a fusion runs; None if this is no fusion."""
         calls = _CALLS.search(self.rest)
         return calls and calls[1]
 
 
 class Buffer(NamedTuple):
-    """An array of the shape of an instruction."""
+    """One array in the shape of an instruction."""
 
     dtype: str
     dimensions: str
@@ -111,15 +111,14 @@ def sum_over_run(
 ) -> Counter:
     """Return the sum of a measure over all instructions that one run executes.
 
-    The body of a loop counts as often as its `known_trip_count` says, or else as the
-    constant that its condition compares with, or else once. One branch of a condition
-    counts.
+    The number of trips of a loop is its `known_trip_count`, or else the constant that
+    its condition compares with, or else 1. One branch of a condition counts.
 
     Args:
-        measure: instruction → numbers by key. None means that the computations that the
-            instruction calls are measured instead.
-        choose_branch: condition → `max` or `min`, which picks the branch by the sum of
-            its numbers.
+        measure: instruction → numbers by key. If it returns None, the computations that
+            the instruction calls are measured instead.
+        choose_branch: condition → `max` or `min`, which picks the branch with the
+            largest or the smallest sum of numbers.
     """
 
     @functools.cache

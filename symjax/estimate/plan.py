@@ -28,7 +28,7 @@ from symjax.training.sharding import shard_bytes
 from symjax.training.step import Program, compile_program
 
 MIB = 2**20
-CONTEXTS = (512, 2048, 8192, 32768)  # lengths of a text that is decoded
+CONTEXTS = (512, 2048, 8192, 32768)  # tokens of a text that the model continues
 
 
 def describe(options: config.Config, target: str | None = None) -> str:
@@ -171,8 +171,8 @@ def _memory(program: Program, memory: Any | None) -> str:
     """Return the line on the memory that the step needs on each device.
 
     Args:
-        memory: the compiler's plan. None means that the step does not fit, so that
-            weights and optimizer are the least it needs.
+        memory: the compiler's plan. None means that the step does not fit: only the
+            weights and the optimizer's state are known, and the step needs more.
     """
     weights = shard_bytes((program.state.params, program.constants))
     optimizer = shard_bytes(program.state.optimizer)
@@ -188,7 +188,8 @@ def _memory(program: Program, memory: Any | None) -> str:
 def _chip_memory(machine: targets.Target, needed: int | None) -> str:
     """Return the line that says whether the step fits into the memory of a chip.
 
-    The compiler for TPUs may accept a little more than the maker's figure.
+    The compiler for TPUs may accept a step that needs a little more memory than the
+    maker states.
 
     Args:
         needed: bytes on each device; None if the compiler refused the program.

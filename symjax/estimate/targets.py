@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax.models.chips import CHIPS, Chip
 
-# Sizes in which the machines are sold. TPUs: slices of a pod in whole hosts. GPUs:
-# boxes of up to 8, joined by NVLink, and several boxes of 8.
+# Sizes in which the machines are sold. TPUs: slices of a pod in whole hosts. GPUs: up
+# to 8 in one machine, joined by NVLink, or several machines of 8.
 GRIDS = {
     "v5e": ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
@@ -56,8 +56,8 @@ class Target(NamedTuple):
     def one_device(self) -> NamedSharding:
         """Return the sharding of arrays on the first device alone.
 
-        Trace with its mesh in context (`jax.set_mesh`), so that attention is traced for
-        the platform of the target.
+        Trace with the mesh of this sharding in context (`jax.set_mesh`), so that
+        attention is traced for the platform of the target.
         """
         mesh = Mesh(np.array(self.devices[:1]), ("device",))
         return NamedSharding(mesh, PartitionSpec())

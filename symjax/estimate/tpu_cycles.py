@@ -1,14 +1,15 @@
 """Estimated cycles of a program compiled for a TPU, by part of the step.
 
-The TPU compiler writes "estimated_cycles" on every fusion, copy and convolution. These
-numbers are its cost model. They are close for matrix products (2048³ in bfloat16: 1.09
+The TPU compiler writes "estimated_cycles" on every fusion, copy and convolution, from
+its cost model. These numbers are close for matrix products (2048³ in bfloat16: 1.09
 times the cycles at peak) and too high for operations that memory limits (2.5 times for
-a reduction of 1 GiB). The compiler writes nothing on collectives, which overlap with
-other operations, and nothing on hand-written kernels. A kernel counts as the larger of
-its declared FLOPs at peak and its declared bytes at the chip's bandwidth.
+a reduction of 1 GiB). So there are two sums. The high sum adds the compiler's numbers.
+In the low sum an operation other than a matrix product counts as its bytes at the
+chip's bandwidth, if that is less.
 
-So there are two sums. The high sum is the compiler's. In the low sum an operation other
-than a matrix product counts as its bytes at the chip's bandwidth, if that is less.
+The compiler writes nothing on collectives, which overlap with other operations, and
+nothing on hand-written kernels. In both sums a kernel counts as the larger of its
+declared FLOPs at peak and its declared bytes at the chip's bandwidth.
 """
 
 import re
@@ -34,7 +35,7 @@ class CycleEstimate(NamedTuple):
     """Cycles of one run on one chip.
 
     Attributes:
-        cycles: the high sum by part; kernels are part of attention.
+        cycles: the high sum by part; hand-written kernels count as attention.
         low: the low sum by part.
         kernels: number of runs of each hand-written kernel.
         unknown: number of operations without an estimate, by kind; custom calls by the
@@ -102,8 +103,9 @@ def estimate(text: str, chip: Chip) -> CycleEstimate:
 def choose_branch(condition: Instruction) -> Callable:
     """Return `min` or `max`, which picks the branch of a condition that counts.
 
-    It is the cheaper branch if the other one is for rare cases (labelled `RARE`).
-    Otherwise it is the expensive branch, for which other devices wait.
+    The cheaper branch counts if the condition is labelled `RARE`: the other branch is
+    then for rare cases. Otherwise the more expensive branch counts, since other devices
+    wait for it.
     """
     label = _LABEL.search(condition.rest)
     return min if label and RARE in label[1] else max

@@ -1,4 +1,4 @@
-"""Trained models in and out: loaded for use, and as folders that others read."""
+"""Trained models, loaded for use, and folders of weights for other libraries."""
 
 from symjax.exchange.loaded import Loaded, TextLoss, load
 from symjax.exchange.pretrained import load_pretrained, save_pretrained

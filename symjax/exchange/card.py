@@ -39,7 +39,7 @@ def read_results(path: str | os.PathLike[str] | None) -> dict[str, Any]:
 
 
 def no_tokenizer(loaded: Loaded) -> str:
-    """Return a sentence if the folder has no tokenizer for AutoTokenizer, else ""."""
+    """Return a sentence that AutoTokenizer finds no tokenizer; "" if it finds one."""
     if isinstance(loaded.tokenizer, SubwordTokenizer):
         return ""
     line = "AutoTokenizer of transformers finds no tokenizer in this folder"
@@ -102,7 +102,7 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
 def _check(results: dict[str, Any], about: dict[str, Any]) -> None:
     """Refuse results that eval.py measured on other weights.
 
-    Facts that the results do not contain are not compared.
+    Only the facts in `about` that the results contain are compared.
 
     Raises:
         ValueError: a fact differs.

@@ -35,7 +35,7 @@ CACHE = 2**30  # bytes of the decoding cache
 
 
 def row_keys(key: Array, rows: int) -> Key[Array, "rows"]:
-    """Return a key for each row. The first row has `key`, as if it were alone."""
+    """Return a random key for each row. The first row has `key` itself."""
     others = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(1, rows))
     return jnp.concatenate([key[None], others])
 
@@ -104,7 +104,9 @@ def _until(
 def _batches(
     model: Decoder, prompts: Sequence[np.ndarray], count: int
 ) -> Iterator[list[int]]:
-    """Yield batches as lists of prompt indices: similar lengths, within the limits.
+    """Yield batches as lists of prompt indices, longest prompts first.
+
+    The prompts of a batch have similar lengths and the same limit of new tokens.
 
     Raises:
         ValueError: a prompt is empty or fills the learned positions, or count is not a
@@ -193,8 +195,8 @@ def difference(
     before = np.asarray(prompt, np.int64).reshape(-1)
     start, whole = decode(0), decode(len(more))
     if whole.endswith(REPLACEMENT):
-        # The last character is cut off. A byte-fallback decoder then replaces the whole
-        # run of bytes before it, too, so decode without the bytes of that character.
+        # The last character is incomplete. A byte-fallback decoder then also replaces
+        # the whole run of bytes before it, so decode without its bytes.
         for cut in range(1, min(3, len(more)) + 1):
             shorter = decode(len(more) - cut)
             if not shorter.endswith(REPLACEMENT):

@@ -50,7 +50,7 @@ class Loaded:
     Attributes:
         model: a Decoder or Encoder, in evaluation mode.
         tokenizer: None if the model reads images or a generated task.
-        config: the configuration of the run; config.model is the model's.
+        config: the configuration of the run; `config.model` describes the model.
         step: the step of the checkpoint.
         labels: the names of the classes, if the model is a classifier.
         language: a dict that describes the tokens, as `Examples.language`.
@@ -126,10 +126,11 @@ class Loaded:
         """Continue a prompt, or each prompt of a list, up to the end of the document.
 
         Several prompts are continued in batches. The continuation of a prompt does not
-        depend on the others, but its random draws depend on its place in the list. The
-        first prompt has the same draws as a single prompt. Without learned positions, a
-        prompt may be longer than the rows of training. For an empty prompt a whole
-        document is generated, if the model has learned a token that precedes documents.
+        depend on the other prompts, but its random draws depend on its place in the
+        list. The first prompt has the same draws as a single prompt. Without learned
+        positions, a prompt may be longer than the rows of training. An empty prompt
+        gives a whole document, if the model has learned a token that precedes
+        documents.
 
         Args:
             count: largest number of new tokens; learned positions may leave fewer.
@@ -208,7 +209,8 @@ class Loaded:
         Args:
             tokens: a text, or token ids [T].
         Raises:
-            ValueError: the model is an encoder, or an id is outside the vocabulary.
+            ValueError: the model is an encoder, an id is outside the vocabulary, or
+                `tokens` is a text and the model has no tokenizer.
         """
         model, ids = decoder_of(self.model), self._ids(tokens, axes=(1,))
         if isinstance(tokens, str):
@@ -266,10 +268,10 @@ class Loaded:
         return self.tokenizer
 
 
-def _several(given: Any) -> list[Any]:
-    """Return the given values as a list; a single value becomes a list of one."""
-    one = isinstance(given, str | bytes) or not isinstance(given, Iterable)
-    return [given] if one else list(given)
+def _several(values: Any) -> list[Any]:
+    """Return one or several values as a list."""
+    one = isinstance(values, str | bytes) or not isinstance(values, Iterable)
+    return [values] if one else list(values)
 
 
 def load(

@@ -1,4 +1,7 @@
-"""Folders of weights, in the format of transformers if it has such a model."""
+"""Folders of weights: written by `save_pretrained`, read by `load_pretrained`.
+
+If transformers has a model with the same logits, the folder has its format.
+"""
 
 import dataclasses
 import json
@@ -136,7 +139,7 @@ def save_pretrained(
 
 
 def _remove_others(folder: Path | epath.Path, kept: set[str]) -> None:
-    """Remove files of an earlier model in the folder, except those just written."""
+    """Remove the files of an earlier model, except `kept`, the files just written."""
     own = {SETTINGS, subwords.FILE, subwords.CONFIG_FILE, INDEX, TENSORS}
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if path.name not in kept and (path.name in own or SHARD.fullmatch(path.name)):
@@ -187,8 +190,11 @@ def load_pretrained(
 def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
     """Return the description of the tokens in a tokenizer.json; {} without the file.
 
-    A document is assumed to begin with the BOS token. If the tokenizer has none, it is
-    assumed to begin with the token that ends documents, as in EleutherAI's harness.
+    A document is assumed to begin with the BOS token. Without a BOS token, a document
+    is assumed to begin with the token that ends documents, as in EleutherAI's harness.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than `vocabulary`.
     """
     if not (folder / subwords.FILE).is_file():
         return {}

@@ -34,10 +34,10 @@ class Scores(NamedTuple):
 def scores(model: Decoder, rows: Sequence[np.ndarray]) -> list[Scores]:
     """Return the scores of rows of token ids. Each row has at least two tokens.
 
-    Rows are padded on the right to a power of two, at most to the model's length if
-    positions are learned. A causal model does not see the padding. The number of rows
-    is padded to a power of two, too. Many logits are computed in parts
-    (`training.loss.token_losses`).
+    Rows are padded on the right to a power of two, but with learned positions at most
+    to the model's length. A causal model does not see the padding. The number of rows
+    of a batch is padded to a power of two, too. Many logits are computed in parts
+    (`symjax.training.loss.token_losses`).
     """
     parts, found = nnx.split(model), {}
     for chosen, room in _batches(rows):

@@ -6,8 +6,9 @@ point in the group `symjax.mechanisms`. Checkpoints store the source text of the
 that their model needs. Stored source runs only if the user asks for it by
 `--import stored`.
 
-`running` runs code and notes what it adds, `sources` collects its source text, and
-`stored` compares and runs the source of a checkpoint.
+`running` runs code and notes what the code adds. `sources` collects the source text of
+code. `stored` compares the source in a checkpoint with the code of this process, or
+runs it.
 """
 
 from symjax.imports.running import (

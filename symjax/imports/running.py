@@ -23,27 +23,31 @@ from symjax.imports.sources import (
 
 # Values of --import: a file, a module, "stored" or "show", or several of them.
 Words = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-GROUP = "symjax.mechanisms"  # of entry points
+GROUP = "symjax.mechanisms"  # group of entry points of installed packages
 STORED, SHOW = "stored", "show"  # words that are neither files nor modules
 
+# The words of `using` in whose block the program is.
 words: ContextVar[frozenset[str]] = ContextVar("imports", default=frozenset())
 ran: dict[str, Source] = {}  # path or module name → source, in the order of running
 
 
 @contextlib.contextmanager
 def using(names: Words) -> Iterator[None]:
-    """Run files and modules. With "stored", the block may run stored source.
+    """Run files and modules, and let the block run stored source if it is allowed.
 
+    Args:
+        names: files and modules; "stored" allows the block to run the source that a
+            checkpoint stores, and "show" lets it print that source.
     Raises:
         ValueError: a file or module does not exist, fails, or adds an entry that other
             code has added.
     """
     one = isinstance(names, str | os.PathLike)
-    given = [os.fspath(name) for name in ([names] if one else names)]
-    for word in given:
+    new = [os.fspath(name) for name in ([names] if one else names)]
+    for word in new:
         if word not in (STORED, SHOW):
             _run(word)
-    token = words.set(words.get() | {*given})
+    token = words.set(words.get() | {*new})
     try:
         yield
     finally:
@@ -117,7 +121,7 @@ def run_path(path: Path, name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Turn an error of user code into a one-line ValueError; remove what it added."""
+    """Turn an error of user code into a ValueError, and remove what the code added."""
     dicts = [ran, *(table for _, table in _tables())]
     before, modules = [dict(x) for x in dicts], {*sys.modules}
     try:
@@ -166,7 +170,8 @@ def _run(word: str) -> None:
 def _importable(folder: str, last: bool = False) -> Iterator[None]:
     """Put a folder first (or last) on Python's path, and last when the block ends.
 
-    It stays on the path because functions of the code may import when they are called.
+    The folder stays on the path because functions of the code may import modules when
+    they are called.
     """
     if not last:
         sys.path.insert(0, folder)
@@ -185,7 +190,7 @@ def _note(key: str, source: Source) -> None:
     """Remember code that has run.
 
     Raises:
-        ValueError: it replaces an entry of symjax or of other code.
+        ValueError: the code replaces an entry of symjax or of other code.
     """
     from symjax.attention import mechanisms
 

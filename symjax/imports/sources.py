@@ -57,22 +57,25 @@ class Source(NamedTuple):
         return {_module_of(path): path for path in paths}
 
     def serves(self, used: set[str]) -> bool:
-        """Return whether a model that uses these table entries may need this code."""
+        """Return whether a model with the table entries `used` may need this code."""
         if not self.adds:  # the effect of the code is not known
             return not self.package
         return not used.isdisjoint(self.adds)
 
     def replaces(self, other: "Source") -> bool:
-        """Return whether both add an entry in common.
+        """Return whether this code and `other` add an entry in common.
 
-        If `other` adds none, return whether both have the same name.
+        If `other` adds no entry, return whether both have the same name.
         """
         if not other.adds:
             return self.name == other.name
         return not {*self.adds}.isdisjoint(other.adds)
 
     def changes(self, other: "Source") -> list[str]:
-        """Return a line with both hashes for each common file that differs."""
+        """Return a line with both hashes for each file of both that differs.
+
+        The code itself is compared even if its files have different names.
+        """
         pairs = [(self.name, self.text, other.text)]
         pairs += [
             (path, text, other.files[path])
@@ -91,7 +94,7 @@ def sha256(text: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file with its own line ends, so that its hash is right."""
+    """Return the text of a file with its own line ends, so the hash is the file's."""
     return path.read_bytes().decode()
 
 
@@ -175,7 +178,7 @@ def is_local(name: str) -> bool:
 
 
 def _with_local(files: dict[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the files, with those of the named modules and of what these import.
+    """Return `files` and the files of the modules `names`, with what they import.
 
     Installed modules are left out.
     """

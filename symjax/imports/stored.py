@@ -29,7 +29,7 @@ def require(
     """Make sure that the tables have the entries that a stored model needs.
 
     Args:
-        stored: the value of `to_store` as read from a file; None: an older version of
+        stored: the value of `to_store` as read from a file; None if an older version of
             symjax wrote the file.
         model: the configuration of the model, as a dict that is not trusted.
         where: the checkpoint or folder, for messages.
@@ -44,8 +44,8 @@ def require(
             continue
         if not _is_added(source):
             running.load_installed()
-        if (given := _counterpart(source)) is not None:
-            for line in source.changes(given):
+        if (loaded := _counterpart(source)) is not None:
+            for line in source.changes(loaded):
                 warn(f"code differs from what {where} stores: {line}")
         elif source.adds and _is_added(source):
             warn(
@@ -80,15 +80,15 @@ def differences(stored: Any, model: Any, where: str) -> list[str]:
         return []
     used, lines, matched = _entries_of(model), [], []
     for source in from_json(stored, where):
-        if source.serves(used) and (given := _counterpart(source)) is not None:
-            lines += source.changes(given)
-            matched.append(given)
+        if source.serves(used) and (loaded := _counterpart(source)) is not None:
+            lines += source.changes(loaded)
+            matched.append(loaded)
     new = [source for source in serving(model) if source not in matched]
     return lines + [f"no such code → {source}" for source in new]
 
 
 def unaccounted(model: Any) -> list[str]:
-    """Return entries of a model that neither symjax nor any import has added."""
+    """Return the table entries of a model that neither symjax nor an import added."""
     from symjax.attention import mechanisms
 
     known = {
@@ -128,8 +128,9 @@ def _run_stored(source: Source, where: str) -> None:
     """Run the source that a checkpoint stores, from a temporary folder.
 
     Raises:
-        ValueError: it fails, does not add what it is stored for, or has the name of a
-            module that is installed or imported.
+        ValueError: the source fails, does not add what it is stored for, has the name
+            of an installed module, or has the name of a module that this process has
+            imported with another text.
     """
     _folders.append(tempfile.TemporaryDirectory(prefix="symjax-import-"))
     folder = Path(_folders[-1].name)
@@ -149,7 +150,7 @@ def _run_stored(source: Source, where: str) -> None:
                 (folder / "main").mkdir()
                 main = main.rename(folder / "main" / source.name)
             running.run_file(main, f"{where}: {source}", folder)
-        _check_imported(source)  # its package may have been imported from elsewhere
+        _check_imported(source)  # the code may have imported another file of this name
         if missing := {*source.adds} - running.entries().keys():
             raise ValueError(f"it adds no {min(missing)}")
 
@@ -163,7 +164,7 @@ def _check_imported(source: Source) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return a text with control characters escaped, so that a terminal hides none."""
+    """Return a text with control characters escaped, so that a terminal shows them."""
     return "".join(
         x if x.isprintable() or x in "\n\t" else ascii(x)[1:-1]
         for x in text.replace("\r\n", "\n")

@@ -74,7 +74,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return all committed steps on disk, ascending.
 
-        Some may be damaged, which only `restore` finds, since it reads the arrays.
+        Some may be damaged. `restore` finds the damage when it reads the arrays.
         """
         with store_errors(self.directory):
             if not self.directory.is_dir():
@@ -89,7 +89,7 @@ class Checkpoints:
     def improves(self, loss: float) -> bool:
         """Return whether a checkpoint with this held-out loss would be the best one.
 
-        Without `best` no checkpoint is.
+        The result is False without `best`.
         """
         return self._policy.best and loss < min(
             self._policy.losses.values(), default=math.inf
@@ -98,8 +98,8 @@ class Checkpoints:
     def save(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Start to save a checkpoint in the background.
 
-        First waits for the previous save, and for the arrays. On return the caller may
-        donate or delete the arrays.
+        The method first waits for the previous save, and for the arrays. On return the
+        caller may donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
         checkpoints are unharmed, and the next call of `wait` raises the error. If
@@ -188,7 +188,8 @@ class Checkpoints:
         """Wait until the save in the background is complete and old steps are deleted.
 
         Raises:
-            NotSaved: the checkpoint could not be written. It is raised only once.
+            NotSaved: the checkpoint could not be written. It is raised only once. If
+                the connection to another process was lost, its error is raised instead.
         """
         if self._manager is not None and self._saving is not None:
             try:
@@ -205,7 +206,7 @@ class Checkpoints:
 
         Raises:
             NotSaved: the checkpoint was not saved, and there are several processes. The
-                run must end, since the others may wait for this process's part.
+                run must end, since other processes may wait for the shards of this one.
         """
         try:
             self.wait()

@@ -149,7 +149,7 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        `Interrupts.due` passes the number of its call to jax's
+        `Interrupts.due` (distributed/signals.py) passes the number of its call to jax's
         `reached_preemption_sync_point`, and jax makes all processes stop at the same
         number. Orbax would pass the training step to the same function. If the
         processes then agreed on a training step, the run would stop much later, or not

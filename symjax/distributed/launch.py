@@ -76,9 +76,9 @@ def launch(flags: Namespace, environment: Mapping[str, str]) -> Launch | None:
     Raises:
         ValueError: some flags or variables are missing, or they contradict each other.
     """
-    given = {f"--{name}": getattr(flags, name) for name in FLAGS}
-    if any(value is not None for value in given.values()):
-        return _parsed(*_complete(given))
+    values = {f"--{name}": getattr(flags, name) for name in FLAGS}
+    if any(value is not None for value in values.values()):
+        return _parsed(*_complete(values))
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _torchrun(environment)
     launcher = _launcher(environment)
@@ -131,25 +131,25 @@ def check_count(found: Launch | None) -> None:
         )
 
 
-def _complete(given: dict[str, str | None]) -> list[str]:
-    """Return the values of a dict.
+def _complete(values: dict[str, str | None]) -> list[str]:
+    """Return the values of flags or variables.
 
     Raises:
         ValueError: one of them is missing or empty.
     """
-    missing = [name for name, value in given.items() if not value]
+    missing = [name for name, value in values.items() if not value]
     if missing:
         raise ValueError(
-            f"several processes need all of {', '.join(given)}: "
+            f"several processes need all of {', '.join(values)}: "
             f"{', '.join(missing)} is missing"
         )
-    return [str(value) for value in given.values()]
+    return [str(value) for value in values.values()]
 
 
 def _parsed(
     coordinator: str, processes: str, process: str, device: str | None = None
 ) -> Launch | None:
-    """Return the `Launch` of the given texts, or None for one process."""
+    """Return the `Launch` with these values, or None for one process."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"the coordinator must be HOST:PORT, got {coordinator!r}")
@@ -182,10 +182,10 @@ def number(name: str, text: str) -> int:
 
 def _torchrun(environment: Mapping[str, str]) -> Launch | None:
     """Return the Launch that torchrun's variables describe."""
-    given = {name: environment.get(name) for name in TORCHRUN}
-    if given["WORLD_SIZE"] == "1":
+    values = {name: environment.get(name) for name in TORCHRUN}
+    if values["WORLD_SIZE"] == "1":
         return None
-    host, port, count, process = _complete(given)
+    host, port, count, process = _complete(values)
     shared = environment.get("LOCAL_WORLD_SIZE", "1") != "1"
     if "JAX_LOCAL_DEVICE_IDS" in environment:  # jax reads it; the user chose devices
         shared = False

@@ -6,7 +6,7 @@ must learn of it, or they would wait for ever (`all_succeed`). If process 0 writ
 alone, the others must wait for it (`on_process_zero`, `process_zero_first`).
 
 Messages are arrays of bytes, which jax's `multihost_utils` gathers over all devices.
-With one process, these functions only call the given task.
+With one process, the functions that take a task only call it.
 """
 
 import json

@@ -34,7 +34,7 @@ class Interrupts:
 
     With several processes jax handles SIGTERM. It tells all processes, and they agree
     on the step that they save and end at. SIGINT (Ctrl-C) ends one process at once,
-    without a checkpoint, and the loss of this process then ends the others.
+    without a checkpoint. The others then end because this process is gone.
     """
 
     def __init__(self) -> None:

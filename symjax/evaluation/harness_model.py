@@ -20,7 +20,7 @@ from symjax.models.build import decoder_of
 MAX_TOKENS = 256  # the most tokens of an answer, if the task sets no limit
 SUPPORTED = "do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"
 WITHOUT_EFFECT = "use_cache", "pad_token_id"  # they cannot change an answer
-# Options that are off at the value 1. All others are off at 0.
+# Options that are off at the value 1. All other ignored options are off at 0.
 OFF_AT_ONE = (
     *("num_beams", "num_beam_groups", "num_return_sequences", "n", "best_of"),
     *("repetition_penalty", "length_penalty", "typical_p"),
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         """Return Σ log p of each continuation, and whether greedy decoding writes it.
 
         Raises:
-            ValueError: no token of a continuation without a context can be scored.
+            ValueError: a continuation without a context has no token to score.
         """
         encoded = []
         for context, continuation in _arguments(requests):
@@ -163,8 +163,9 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return Σ log p of each whole text.
 
-        Every token is scored once. At most `model.length` tokens before it are its
-        context.
+        Every token is scored once, with at most `model.length` tokens before it as its
+        context. The first token is left out if the model has not learned how a document
+        begins.
         """
         tokens = (self.tok_encode(*x.args, add_special_tokens=False) for x in requests)
         encoded = [(None, *self._split_without_context(ids)) for ids in tokens]
@@ -181,7 +182,7 @@ class HarnessModel(TemplateLM):
 
         Raises:
             ValueError: a context is empty, and the model has not learned how a document
-                begins; or a number of the task is outside its range.
+                begins; or an option of generation is outside its range.
         """
         del disable_tqdm
         answers, groups = [""] * len(requests), {}

@@ -1,8 +1,8 @@
 """Headline numbers of the evaluation tasks, for tables of several runs.
 
 A task measures many numbers by layer, length or depth. `HEADLINES` chooses a few of
-them for the comparison of runs. They are means over layers and windows, unless a label
-says otherwise. Tasks that only show text or pictures have none.
+them for the comparison of runs. Numbers by layer become means over the layers, unless a
+label says otherwise. Tasks that only show text or pictures have none.
 """
 
 import statistics
@@ -90,7 +90,7 @@ def _position(result: Result) -> Headlines:
 
 
 def _noise(result: Result) -> Headlines:
-    """Return shares of the map A, means over layers; those of branches are left out."""
+    """Return shares of the map A, means over layers, without those of its branches."""
     rows = [row for row in result.values["noise"] if row["map"] == "A"]
     return {f"share on the {x}": _mean(rows, x) for x in ("answer", "context")}
 
@@ -130,8 +130,11 @@ def _rank(result: Result) -> Headlines:
 
 
 def _spectrum(result: Result) -> Headlines:
-    """Return σ₁/σ₂ of the map A or A₁ − λA₂, the similarity of the tokens after the
-    last layer, and the mean error of detailed balance."""
+    """Return numbers of the map A or A₁ − λA₂, of tokens, and of Markov chains.
+
+    They are σ₁/σ₂ of the map, the mean cosine and the stable rank of the tokens after
+    the last layer, and the error of detailed balance.
+    """
     found = result.values["spectrum"]
     tokens, chains = found["tokens"], found["chains"]
     maps = [x for x in found["matrices"] if x["matrix"] in ("A", "A₁ − λA₂")]

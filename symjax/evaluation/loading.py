@@ -93,8 +93,8 @@ def load(
         text: a text that replaces the held-out text.
     Raises:
         ValueError: there is no such run or checkpoint; the checkpoint is damaged or has
-            no averaged weights; the folder `data` is missing; or `text` is given for a
-            model that is no decoder of text.
+            no averaged weights; the folder `data` is missing, except for a decoder of
+            text; or there is a `text`, and the model is no decoder of text.
     """
     use_compile_cache()
     workdir = resolve(workdir)

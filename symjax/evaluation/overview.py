@@ -63,7 +63,7 @@ def _data(run: LoadedRun) -> Result:
     """
     examples, length = run.examples, run.config.model.length
     rows = [("source", run.config.data.source)]
-    if given := is_given(examples):
+    if has_text := is_given(examples):
         for name, split in (("training", "train"), ("held out", "heldout")):
             if counts := run.data.get(split):
                 rows.append((name, f"{counts['tokens']:,} tokens"))
@@ -77,7 +77,7 @@ def _data(run: LoadedRun) -> Result:
         ("vocabulary", str(run.config.model.vocabulary)),
         ("sha256", _short_hash(run.data)),
     ]
-    if given and examples.text and len(text := examples.text.heldout):
+    if has_text and examples.text and len(text := examples.text.heldout):
         sha256 = _short_hash(examples.fingerprint)
         rows.append(("--text", f"{len(text):,} tokens, sha256 {sha256}"))
     return Result({}, [], (Table("data", ("data", ""), rows),))

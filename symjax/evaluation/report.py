@@ -24,7 +24,7 @@ def to_json(about: dict[str, Any], results: Mapping[str, Result]) -> str:
     The bytes are the same for the same checkpoint. NaN and infinities become null.
 
     Args:
-        about: what identifies the checkpoint, see `tasks.describe_checkpoint`.
+        about: values that identify the checkpoint: see `tasks.describe_checkpoint`.
     """
     values = dict(about)
     for result in results.values():

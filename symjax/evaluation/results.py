@@ -28,11 +28,11 @@ def announce_if_slow(work: str) -> Iterator[None]:
     Args:
         work: the line to print, which says what the block does.
     """
-    shown = contextlib.ExitStack()
+    on_terminal = contextlib.ExitStack()
 
     def show() -> None:
         if sys.stderr.isatty():
-            shown.enter_context(progress(desc=work, bar_format="{desc}"))
+            on_terminal.enter_context(progress(desc=work, bar_format="{desc}"))
         else:
             print(work, file=sys.stderr, flush=True)
 
@@ -43,7 +43,7 @@ def announce_if_slow(work: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        shown.close()
+        on_terminal.close()
 
 
 class Options(NamedTuple):

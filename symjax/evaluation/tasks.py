@@ -121,7 +121,7 @@ TASKS = {
     ),
     "spectrum": Task(
         spectrum,
-        "singular values, likeness of tokens by depth, and Markov chains",
+        "singular values, similarity of tokens by depth, and Markov chains",
         windows=True,
     ),
     "outliers": Task(

@@ -11,7 +11,7 @@ COPIED = ("metrics.jsonl", "metrics.png", "tensorboard/**/*", "profile/**/*")
 
 
 class Mirror:
-    """Copies whole files from a run's local folder to its workdir, if that is a bucket.
+    """Copies whole files from a run's local folder to its workdir in a bucket.
 
     With several processes only the first one copies, from its machine.
     """

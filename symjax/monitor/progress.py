@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from symjax.distributed.launch import is_process_zero
 
-# Two lines are at least so many seconds apart, or this share of the time since the
-# start if that is longer.
+# Two lines are at least SECONDS apart, or SHARE of the time since the start if that is
+# longer.
 SECONDS, SHARE = 5.0, 1 / 50
 
 

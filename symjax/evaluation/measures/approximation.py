@@ -17,8 +17,8 @@ window, if there is one.
 The second table has errors of the layers of the model that use features themselves, on
 a few held-out windows.
 
-The reference is the uniform average of the visible keys. A larger error is worse than
-that average.
+Both tables also have the errors of the uniform average of the visible keys. Features
+with larger errors are worse than this average.
 
 Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, orthogonal);
 Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++), 2023, arXiv:2302.00787 (FAVOR#).

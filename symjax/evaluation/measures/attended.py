@@ -95,8 +95,9 @@ def noise(run: LoadedRun, options: Options) -> Result:
 
     Returns:
         A table with one row per layer and map (A; A₁ and A₂ if differential). Its
-        shares are means over heads and over the rows of all windows. For decoders also
-        a figure of `answer` by the position of the row, as means over layers.
+        shares are means over heads and over the rows of all windows. For decoders the
+        result also has a figure of `answer` by the position of the row, as means over
+        layers.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)
@@ -355,7 +356,7 @@ def dilution(run: LoadedRun, options: Options) -> Result:
     uniform = [tuple(x[1].tolist()) for x in means]
     if len(set(uniform)) == 1:
         cells.append(("uniform", *uniform[0]))
-    else:  # windows differ
+    else:  # layers have different sliding windows
         cells += [(f"uniform, layer {i}", *x) for i, x in enumerate(uniform)]
     text = [f"{text}, the row's own among them"]
     return Result({"dilution": rows}, text, (Table("dilution", columns, cells),))

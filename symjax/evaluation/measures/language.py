@@ -59,7 +59,7 @@ def loss(run: LoadedRun, options: Options) -> Result:
     if part:
         lines.append(
             f"  on {heldout['batches']} of {heldout['all_batches']} batches; "
-            "the lines below on all"
+            "the references are of all"
         )
     for name, value in run.examples.references.items():
         beaten = ": beaten" if heldout["loss"] < value else ": not beaten"

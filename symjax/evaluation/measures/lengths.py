@@ -78,12 +78,13 @@ def length(run: LoadedRun, options: Options) -> Result:
     """Measure loss and accuracy in windows of 1, 2, 4 and 8 times the training length.
 
     The model is measured with log-n scaling off, with log-n scaling at evaluation only
-    (base: the training length), and as trained. With --rope_scaling it is also measured
-    with RoPE scaled by (window length) / (training length), at evaluation only. A
-    classifier reads longer pieces of its texts, if there are any. "last" is the loss of
-    the last tokens of a window, as many as a training window has.
+    (base: the training length), and as trained. It is measured only as trained if it
+    has `length_scale`, or no mechanism with log-n scaling. With --rope_scaling it is
+    also measured with RoPE scaled by (window length) / (training length), at evaluation
+    only. A classifier reads longer pieces of its texts, if there are any. "last" is the
+    loss of the last tokens of a window, as many as a training window has.
 
-    A loss that rises with the length means that the model does not read windows longer
+    A loss that rises with the length means that the model cannot use windows longer
     than those of its training.
     """
     model, unit = run.config.model, f"nats/{run.examples.unit}"
@@ -106,7 +107,7 @@ def length(run: LoadedRun, options: Options) -> Result:
             row["last"] = places.mean(tokens - model.length)[0]
         results.setdefault(str(tokens), {})[name] = row
         cells.append((tokens, name, *row.values()))
-        curves[f"log-n {name}"] = curve(places)  # the longest window comes last
+        curves[f"log-n {name}"] = curve(places)  # the longest window's curve stays
     last = () if model.classes else (f"loss of last {model.length}",)
     variant = "log-n, RoPE" if kinds else "log-n"
     columns = ("tokens", variant, "loss", *_bits(run, 0.0), "accuracy", *last)

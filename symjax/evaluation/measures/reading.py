@@ -10,7 +10,7 @@ functions return averages of a measure:
 
     mean_by_layer     over windows of one length
     mean_over_rows    over the rows of windows of any length
-    mean_by_keys      separately for each position of a row, counted from 1
+    mean_by_keys      separately for each number of keys
 """
 
 from collections.abc import Callable, Collection
@@ -65,8 +65,9 @@ class Layer(NamedTuple):
 
     Attributes:
         query, key: after the rotation by positions, before any feature map.
-        scores: scaled q·k, with laws of length but without biases and forget gates, 0
-            at hidden pairs; None for mechanisms that compute no scores.
+        scores: scaled q·k, times the factor of log-n scaling or `length_scale`, without
+            biases and forget gates; 0 at hidden pairs. None for mechanisms that compute
+            no scores.
         products: φ(q)·φ(k) of linear and cosine layers before the division by the sum
             of their row, 0 at hidden pairs; None for other mechanisms.
         branches: the map of each branch.
@@ -228,7 +229,7 @@ def _without_padding(layer: Layer, exists: Bool[np.ndarray, "T"]) -> Layer:
 @partial(jax.jit, static_argnums=0)
 def _read_layers(graph: nnx.GraphDef, weights: Any, inputs: Array) -> list[Layer]:
     model, layers = nnx.merge(graph, weights), []
-    model(inputs, watch=lambda *seen: layers.append(_layer(*seen)))
+    model(inputs, watch=lambda *values: layers.append(_layer(*values)))
     return layers
 
 

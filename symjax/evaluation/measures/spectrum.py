@@ -3,7 +3,8 @@
 If the largest singular value σ₁ of a map is far above σ₂, the map gives all tokens
 almost the same vector, and a stack of such maps makes tokens alike ("rank collapse").
 In softmax maps of random tokens, σ₁ belongs to the uniform map U of the visible keys:
-A − U has a ratio σ₁/σ₂ near 1, and so has A₁ − λA₂ for λ near 1. Three tables:
+A − U has a ratio σ₁/σ₂ near 1, and so has A₁ − λA₂ for λ near 1. The task has three
+tables:
 
     spectrum             σ₁, σ₂ and σ₁/σ₂ of the matrices of each layer
     spectrum_similarity  how alike the tokens are after each layer
@@ -64,10 +65,10 @@ def spectrum(run: LoadedRun, options: Options) -> Result:
     for index, windows in by_layer(run, options, measure).items():
         of_spectra, of_tokens, of_chains = zip(*windows, strict=True)
         for name in of_spectra[0]:
-            shown = PRODUCTS[layers[index].symmetric] if name == "QKᵀ" else name
+            label = PRODUCTS[layers[index].symmetric] if name == "QKᵀ" else name
             curve = _mean_spectrum([window[name] for window in of_spectra])
-            curves[index, shown] = curve
-            matrices.append({"layer": index, "matrix": shown, **_largest(curve)})
+            curves[index, label] = curve
+            matrices.append({"layer": index, "matrix": label, **_largest(curve)})
         cosine, stable_rank = nan_mean(of_tokens).tolist()
         tokens.append({"layer": index, "cosine": cosine, "stable_rank": stable_rank})
         known = [x for x in of_chains if x is not None]
@@ -174,10 +175,11 @@ def unmasked(layer: Layer) -> Float[np.ndarray, "N P T T"]:
 def chain_numbers(
     maps: Float[np.ndarray, "N P T T"],
 ) -> Float[np.ndarray, "3"] | None:
-    """Return means of e^H(π), of the largest π and of the error of detailed balance.
+    """Return means of e^H, of the largest π and of the error of detailed balance.
 
-    Chains in which not all tokens reach each other are left out. None if a map is no
-    chain, because it has weights below 0 or rows that do not sum to 1.
+    H is the entropy of the stationary distribution π, so e^H is its effective number of
+    tokens. Chains in which not all tokens reach each other are left out. None if a map
+    is no chain, because it has weights below 0 or rows that do not sum to 1.
     """
     if not is_stochastic(maps):
         return None

@@ -58,8 +58,8 @@ class Job(NamedTuple):
 def speed(run: LoadedRun, options: Options) -> Result:
     """Measure tokens per second and memory by length, against softmax.
 
-    Three works are timed: a prefill of the row, a training step on the row, and for
-    decoders the decoding of the last 16 tokens of the row. The lengths of
+    Three kinds of work are timed: a prefill of the row, a training step on the row, and
+    for decoders the decoding of the last 16 tokens of the row. The lengths of
     `Options.lengths` are measured however long they take.
     """
     lengths = options.lengths or LENGTHS
@@ -98,7 +98,7 @@ def speed(run: LoadedRun, options: Options) -> Result:
 
 
 def crossover(lengths: Sequence[float], ratios: Sequence[float]) -> str:
-    """Return the length from which all longer rows have ratios of 1 or more.
+    """Return the length from which on the ratios are 1 or more.
 
     Between two measured lengths the ratio is interpolated as a power of the length. For
     lengths from 128 to 2048, the result is "≤ 128" if the ratio is 1 or more at all of
@@ -213,8 +213,10 @@ def training(options: config.Config, length: int) -> Job:
 
 
 def decoding(options: config.Config, length: int) -> Job:
-    """Return a job that decodes the last 16 tokens of a row, with the others in the
-    cache."""
+    """Return a job that decodes the last 16 tokens of a row.
+
+    The cache has room for the whole row. Its position is that after the other tokens.
+    """
     graph, weights = _split_model(options)
     steps = min(STEPS, length)
 

@@ -5,8 +5,8 @@
              sum of the k largest shares, and Hoyer's sparsity of the row
 
 A row that sees n keys has an entropy between 0 (all weight on one key) and ln n
-(uniform). e^H is the effective number of keys. All numbers are means over heads and
-over rows of a few held-out windows.
+(uniform). e^H is the effective number of keys. All numbers are means over heads and a
+few held-out windows. Those of `support` are also means over rows.
 """
 
 from typing import Any

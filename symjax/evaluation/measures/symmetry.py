@@ -42,7 +42,7 @@ def symmetry(run: LoadedRun, options: Options) -> Result:
     `symmetry of heads` and `direction of heads` are measured for each head and branch,
     and averaged.
     """
-    # A universal model repeats one layer, which has one row.
+    # A Universal Transformer repeats one layer, which has one row in the table.
     layers = list({id(layer): layer for layer in attentions(run.model())}.values())
     rows, others = [], []
     for index, layer in enumerate(layers):

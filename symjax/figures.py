@@ -236,11 +236,7 @@ def _wrap_texts(drawing: Any) -> None:
 
 
 def _draw_grids(drawing: Any, grids: tuple[Grid, ...], *, signed: bool) -> None:
-    """Draw all grids in one scale of colours.
-
-    The scale has shades of blue from 0 up. If `signed` is True or a value is negative,
-    values above 0 are red and values below 0 are blue.
-    """
+    """Draw grids from white to blue; signed or negative numbers from blue to red."""
     numbers = [np.array(grid.values, float) for grid in grids]
     sizes = np.concatenate([np.abs(x[~np.isnan(x)]) for x in numbers])
     largest = sizes.max(initial=0.0)

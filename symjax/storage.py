@@ -117,10 +117,7 @@ def download(workdir: epath.Path, name: str) -> Path:
 
 
 def upload(workdir: epath.Path, name: str) -> None:
-    """Copy a file from the local folder of a run to its workdir in a bucket.
-
-    Nothing is copied if the workdir is not in a bucket.
-    """
+    """Copy a file of the local folder to the workdir, if the workdir is in a bucket."""
     if in_bucket(workdir):
         upload_file(local_folder(workdir) / name, workdir / name)
 

@@ -85,10 +85,11 @@ def cosine_causal(
     Time O(T (H V + chunk_size (H + V))). The backward pass saves one state per chunk,
     or per group of chunks that run in parallel.
 
-    On one NVIDIA GPU, the kernels of linear attention compute calls in bfloat16. In
-    these kernels the mean weight of a row has an error of about 1e-4, at most 1e-3. The
-    relative error of the output is this error divided by the mean weight. A row whose
-    mean weight is below 2⁻¹⁰ is 0. Kernels have no forward-mode derivative.
+    On one NVIDIA GPU, or inside `jax.shard_map`, the kernels of linear attention
+    compute calls in bfloat16. In these kernels the mean weight of a row has an error of
+    about 1e-4, at most 1e-3. The relative error of the output is this error divided by
+    the mean weight. A row whose mean weight is below 2⁻¹⁰ is 0. Kernels have no
+    forward-mode derivative.
 
     Args:
         state: from `cosine_state`, `cosine_step` or an earlier call.

@@ -144,10 +144,11 @@ def decay_causal(
     channel add O(T H √chunk_size) exponentials and products. The backward pass saves
     one state per chunk, or per group of chunks that run in parallel.
 
-    Kernels run on one TPU, and in bfloat16 on one NVIDIA GPU. On a TPU the backward
-    pass saves a state per query head every 128 tokens; on a GPU a state per key head
-    every 64 tokens, and 64 numbers per token and query head. Kernels have no
-    forward-mode derivative. Decays per channel have none on any platform.
+    Kernels run on a TPU, and in bfloat16 on an NVIDIA GPU: on one device, or inside
+    `jax.shard_map`. On a TPU the backward pass saves a state per query head every 128
+    tokens; on a GPU a state per key head every 64 tokens, and 64 numbers per token and
+    query head. Kernels have no forward-mode derivative. Decays per channel have none on
+    any platform.
 
     Args:
         log_decay: at most 0; [K] or [B or 1, T or 1, K] for one decay per head,

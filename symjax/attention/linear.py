@@ -105,8 +105,8 @@ def linear_causal(
 
     Time O(T (M V + chunk_size (M + V))). The backward pass saves one state per chunk,
     or per group of chunks that run in parallel. Kernels compute elu, relu and relu2 on
-    one TPU and on one NVIDIA GPU. GPU kernels take bfloat16 arrays and multiply in
-    TF32. Kernels have no forward-mode derivative.
+    a TPU or an NVIDIA GPU: on one device, or inside `jax.shard_map`. GPU kernels take
+    bfloat16 arrays and multiply in TF32. Kernels have no forward-mode derivative.
 
     Args:
         state: from `linear_state`, `linear_step` or an earlier call. Its last segment
@@ -186,10 +186,7 @@ def linear_state(
 
 
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
-    """Return the recurrence.
-
-    If `features` is a function, `_mapped` applies it before the recurrence.
-    """
+    """Return the recurrence. If features are a function, `_mapped` applies it before."""
     if callable(features):
         return Normalised(IDENTITY)
     return Normalised(feature_map(who, PLAIN, features))

@@ -119,11 +119,12 @@ def performer_causal(
     earlier chunks stay bitwise the same. Earlier rows of the token's chunk change only
     by rounding errors. No ε is added.
 
-    On one TPU, kernels run for positive, hyperbolic, favor++ and favor#. On one NVIDIA
-    GPU, kernels run for all features except trigonometric ones, for value sizes 16, 32,
-    64 and 128. GPU kernels take bfloat16 arrays, multiply in TF32, and save a float32
-    state every 64 tokens. All kernels take at most 1024 features. `jax.jvp` works only
-    with relu and slay, and only if no kernel runs.
+    Kernels run on one device, or inside `jax.shard_map`. On TPUs they compute positive,
+    hyperbolic, favor++ and favor#. On NVIDIA GPUs they compute all features except
+    trigonometric ones, for value sizes 16, 32, 64 and 128. GPU kernels take bfloat16
+    arrays, multiply in TF32, and save a float32 state every 64 tokens. All kernels take
+    at most 1024 features. `jax.jvp` works only with relu and slay, and only if no
+    kernel runs.
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with

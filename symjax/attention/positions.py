@@ -32,9 +32,9 @@ def rotate(
 
     The product of a rotated query and a rotated key depends on their positions through
     the distance alone. Angles are computed in float32 at least. Features after the
-    first R stay as they are, bit for bit. On one TPU a kernel computes the rotation of
-    bfloat16 and float32 arrays if T and R are multiples of 128. The kernel has no
-    forward-mode derivative (`jax.jvp`).
+    first R stay as they are, bit for bit. On one TPU, or inside `jax.shard_map`, a
+    kernel rotates bfloat16 and float32 arrays if T and R are multiples of 128. It has
+    no forward-mode derivative (`jax.jvp`).
 
     Args:
         positions: one per token, or one row for all examples.

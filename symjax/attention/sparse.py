@@ -26,10 +26,7 @@ FLOOR = -2.0  # least scaled score, relative to the maximum; thresholds are at l
 def sparsemax_weights(
     scores: Float[Array, "*B t s"], visible: Bool[Array, "*#B t s"] | None
 ) -> Float[Array, "*B t s"]:
-    """Return the point of the simplex nearest to the scores.
-
-    A row without visible keys has only zeros.
-    """
+    """Return the point of the simplex nearest to the scores; 0 for hidden pairs."""
     return _excess(1, _hide(scores, visible))
 
 

@@ -96,10 +96,7 @@ def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> No
 
 
 def check_positive(who: str, name: str, value: Any, *, needed: bool = False) -> None:
-    """Raise unless the value is one finite number above 0.
-
-    A traced number passes, and so does None unless `needed` is set.
-    """
+    """Raise unless the value is one finite number above 0; a traced number passes."""
     check_number(who, name, value, needed=needed)
     if value is None or isinstance(value, Tracer):
         return
@@ -333,11 +330,7 @@ def check_tokens(
     *,
     causal: bool,
 ) -> None:
-    """Raise if the arguments do not fit together. The message has the shapes.
-
-    Args:
-        causal: whether query and key must be equally long (T = S).
-    """
+    """Raise if the arguments do not fit together; `causal` requires T = S."""
     check_heads(who, query, key, value)
     check_kind(who, jnp.integer, segment_ids=segment_ids)
     if causal and query.shape[1] != key.shape[1]:

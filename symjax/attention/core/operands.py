@@ -71,10 +71,7 @@ class Operands(NamedTuple):
     adjustment: Adjustment | None = None
 
     def swapped(self) -> "Operands":
-        """Return the operands with the axes of heads and time exchanged.
-
-        Only query, key and value change.
-        """
+        """Return the operands with heads and time of query, key and value exchanged."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
         return self._replace(query=query, key=key, value=value)
 

@@ -218,7 +218,7 @@ def _times_on_chips(
     """
     if options.model.remat == "full":  # one more forward pass: a third more FLOPs
         flops *= 4 / 3
-    head = "if on, memory, fits, compute, memory traffic, network, step, run"
+    head = "chips, memory, fits, compute, memory traffic, network, step, run"
     rows: list[tuple[str, ...]] = [tuple(head.split(", "))]
     sent = traffic.sent.total()
     for chip in CHIPS:
@@ -235,8 +235,8 @@ def _times_on_chips(
         )
     return [
         "",
-        "the least a step could take, at the full speed that the makers state, with",
-        "bytes of memory written and read once and all parts overlapping or none:",
+        "the least time of a step at the full speed that the makers state, with each",
+        "byte of memory written and read once, if all parts overlap and if none does:",
         *aligned(rows),
     ]
 

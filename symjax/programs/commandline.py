@@ -308,10 +308,10 @@ def _set_key(tree: dict[str, Any], key: str, text: str) -> None:
 
 
 def _declared_option(key: str, declared: dict[str, Option]) -> Option:
-    """Return the option of a key that a mechanism declares.
+    """Return the option that a mechanism declares under a key.
 
     Raises:
-        ValueError: no mechanism of the model declares it.
+        ValueError: no mechanism of the model declares this key.
     """
     if (name := key.removeprefix(OPTIONS)) not in declared:
         keys = ", ".join(f"{OPTIONS}{x}" for x in declared)

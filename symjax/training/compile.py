@@ -59,7 +59,7 @@ def check_memory(needed: int, what: str) -> None:
 
 
 def use_compile_cache() -> None:
-    """Keep compiled programs in the user's cache, unless jax already has a folder."""
+    """Keep compiled programs in the user's cache, unless jax has a cache already."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache("jax")))
 

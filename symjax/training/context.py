@@ -20,7 +20,7 @@ from symjax.training.step import Program
 
 @dataclass
 class Skips:
-    """Counters of the steps that the optimizer's guard has skipped.
+    """Counters of the steps that the optimizer has skipped (`optimizer.guarded`).
 
     Attributes:
         total: number of all skipped steps, including those before the run resumed.

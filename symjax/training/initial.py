@@ -30,7 +30,7 @@ def initial_state(
     examples: Examples,
     checkpoints: Checkpoints,
 ) -> tuple[State, dict[str, Any], config.Config | None, config.Model | None]:
-    """Restore the newest whole checkpoint, or return a new state if there is none.
+    """Restore the newest undamaged checkpoint, or return a new state without one.
 
     A new state has random weights, or the weights of `options.init_from`.
 
@@ -99,7 +99,7 @@ def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> 
             folder, run = is_folder(where), (where / "checkpoints").is_dir()
         if not folder and not run:
             raise ValueError(
-                f"{origin} is no workdir of train.py and no model's folder"
+                f"{origin} is no workdir of train.py, nor a folder with a model"
                 f"{from_the_hub(origin)}"
             )
         if folder:

@@ -93,15 +93,15 @@ def _updates(
 ) -> list[optax.GradientTransformation]:
     """Return the transformations that apply to each weight the rule of its group."""
     rest = "adamw" if options.name == "muon" else options.name
-    decay, own_decay = options.weight_decay, options.embedding_weight_decay
-    own_decay = decay if own_decay == -1 else own_decay
+    decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
+    embedding_decay = decay if embedding_decay == -1 else embedding_decay
     factor, mask = options.embedding_learning_rate, decays(params)
     groups = {rest: _update_rule(rest, options, rate, decay, mask)}
     if options.name == "muon":
         groups["muon"] = _update_rule("muon", options, rate, decay, mask)
-    if (factor, own_decay) != (1, decay):
+    if (factor, embedding_decay) != (1, decay):
         groups["embeddings"] = _update_rule(
-            rest, options, lambda step: factor * rate(step), own_decay, mask
+            rest, options, lambda step: factor * rate(step), embedding_decay, mask
         )
     if len(groups) == 1:
         return groups[rest]

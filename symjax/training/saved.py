@@ -70,7 +70,7 @@ def read_run(
     best: bool = False,
     ema: bool = False,
 ) -> Saved:
-    """Read a checkpoint of a workdir: the newest whole one by default.
+    """Read a checkpoint of a workdir: by default the newest undamaged one.
 
     This function reads only the folder `checkpoints`. For an older checkpoint without a
     description of its examples (`described`), it reads the folder `data` too.

@@ -73,8 +73,8 @@ def make_mesh(options: config.Mesh, devices: list | None = None) -> Mesh:
     Args:
         devices: devices to use; None uses all that jax has.
     Raises:
-        ValueError: the sizes do not fit the number of devices, or leave out all devices
-            of a process; the message names both.
+        ValueError: the sizes do not fit the number of devices, or the mesh leaves out
+            all devices of a process. The message names the sizes and the number.
     """
     sizes = [getattr(options, axis) for axis in AXES]
     devices = jax.devices() if devices is None else devices

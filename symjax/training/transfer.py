@@ -72,9 +72,10 @@ def teacher(
     source: config.Model | None,
     meta: dict[str, Any] | None,
 ) -> config.Model | None:
-    """Return the model's configuration of the teacher; None without a transfer.
+    """Return the configuration of the teacher; None without a transfer.
 
-    A new run makes it (`teacher_of`); a resumed run reads it from its checkpoint.
+    The teacher is the model whose attention is matched. A new run makes its
+    configuration (`teacher_of`), and a resumed run reads it from its checkpoint.
 
     Args:
         model: the model's configuration of the run, with the vocabulary of its data.
@@ -105,8 +106,8 @@ def end_line(options: config.Config, error: float) -> str:
 def teacher_of(source: config.Model, target: config.Model, match: str) -> config.Model:
     """Return the configuration of the model whose layers are to be matched.
 
-    It is `target` with the attention of the source. All its weights are weights of
-    `target` too.
+    The configuration is `target` with the attention of the source. All weights of this
+    model are weights of `target` too.
 
     Args:
         source: the model's configuration in `init_from`.

@@ -27,7 +27,7 @@ class Evaluated(NamedTuple):
         losses: as `symjax.evaluation.measures.language.losses` returns them.
         lambdas: a record for each layer of differential V1.
         speed: median of the tokens per second in metrics.jsonl; None if it has none.
-        curve: (step, held-out loss), on the batches of `losses`.
+        curve: pairs (step, held-out loss), on the held-out batches of `losses`.
         tokens: number of tokens of training.
         separate: whether one token of every document is not a target, because documents
             are kept apart.

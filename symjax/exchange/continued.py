@@ -196,7 +196,7 @@ def difference(
     start, whole = decode(0), decode(len(more))
     if whole.endswith(REPLACEMENT):
         # The last character is incomplete. A byte-fallback decoder then also replaces
-        # the whole run of bytes before it, so decode without its bytes.
+        # the whole run of bytes before it, so leave out the bytes of this character.
         for cut in range(1, min(3, len(more)) + 1):
             shorter = decode(len(more) - cut)
             if not shorter.endswith(REPLACEMENT):

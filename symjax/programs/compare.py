@@ -183,8 +183,8 @@ def train_and_measure(
 ) -> dict[str, list[Evaluated]]:
     """Train the runs that are not complete; measure and print each run after training.
 
-    All configurations of a seed come before those of the next seed, so that the runs
-    that are compared run under the same conditions.
+    All configurations of a seed come before those of the next seed, so that a machine
+    that becomes slower or faster changes the speed of all configurations alike.
     """
     evaluated: dict[str, list[Evaluated]] = {name: [] for name in runs}
     for commands in zip(*runs.values(), strict=True):

@@ -24,7 +24,8 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
     al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392.
 
     Runs of `version` 1 count steps from 0: in a warm-up the first step has the rate 0,
-    and a decay reaches its end value one step later than in `version` 2.
+    and a decay reaches its end value one step later than in `version` 2. `wsd` without
+    `cooldown` stays at the peak in such runs.
 
     Args:
         options: keys of the optimizer, which `symjax.training.optimizer` has checked.

@@ -186,7 +186,7 @@ def linear_state(
 
 
 def _recurrence(who: str, features: str | FeatureFunction) -> Normalised:
-    """Return the recurrence. If features are a function, `_mapped` applies it before."""
+    """Return the recurrence; `_mapped` applies features that are a function."""
     if callable(features):
         return Normalised(IDENTITY)
     return Normalised(feature_map(who, PLAIN, features))

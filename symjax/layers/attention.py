@@ -1,9 +1,9 @@
 """The attention layer: weights, and the choices of model.attention.
 
-A layer combines three choices, which are keys of model.attention:
+A layer combines three main choices, which are keys of model.attention:
 
 symmetric        how keys and values are made: by their own projections, or keys from
-                 the queries, or values from the keys
+                 the queries, or values from the keys, or both from the queries
 mechanism        how the weight of a query and a key is computed
 differential     none: one map; v1: A₁ − λA₂ with one λ per layer; v2: A₁ − λA₂ with one
                  λ per token and head
@@ -62,9 +62,10 @@ class Lambda(nnx.Param):
 
 
 class Attention(nnx.Module):
-    """Self-attention with any mechanism, kind of key and combination of maps.
+    """Self-attention with the choices of model.attention.
 
-    It is causal in decoders. In an encoder a token sees all tokens except padding, or
+    The mechanisms gau and flash have a `GatedBlock` instead. Attention is causal in
+    decoders. In an encoder a token sees all tokens except padding, or
     with model.attention.window the near ones on both sides.
 
     With differential V1, each head has two branches of size width/(2N), or
@@ -206,7 +207,7 @@ class Attention(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Read the next T tokens of each example: (output, new cache).
+        """Read the next T tokens of each example; return (output, new cache).
 
         `cache`, `position` and `padding_mask` are those of `Mixer.decode`.
         """

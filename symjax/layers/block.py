@@ -21,18 +21,19 @@ from symjax.layers.primitives import (
 )
 from symjax.layers.segments import Segments
 
-# For swiglu the table has the activation of the gate. The gradient of gelu computes its
-# tanh again: keeping it would take as much memory as the input.
+# For swiglu the table has the activation of the gate. The gradient of gelu computes
+# tanh again, since a saved tanh would take as much memory as the input.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "gelu": jax.checkpoint(jax.nn.gelu),
     "swiglu": jax.nn.silu,
 }
 
-# Value of model.remat → results that the backward pass keeps. All keep the results of
-# attention kernels, except those of cuDNN and the large states of kernels of feature
-# maps. "dots" does not keep every product with weights: with all of them, a model of 1b
-# parameters would fill 16 GB.
+# Value of model.remat → results that are saved for the backward pass. All policies save
+# the results of attention kernels, with three exceptions: cuDNN, the TPU kernels of
+# feature maps, and the states of the GPU kernels of feature maps. "dots" does not save
+# every product with weights: with all of them, a model of 1b parameters would fill the
+# 16 GB of a TPU v5e.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {
@@ -85,7 +86,8 @@ class Block(nnx.Module):
 
     Args:
         options: the model's configuration.
-        depth: number of this block, from 0; λ_init and some decays depend on it.
+        depth: number of this block, from 0. The mechanism (model.pattern), λ_init and
+            some decays depend on it.
     """
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):
@@ -180,8 +182,8 @@ def rematerialised(run: Callable, choice: str, *, in_scan: bool = False) -> Call
     Args:
         choice: the value of model.remat. "none" keeps everything, "dots" the input and
             most products with weights, "feedforward" the input and one product of the
-            feed-forward, "full" the input alone. All keep the results of attention
-            kernels, except those of cuDNN and the states of feature maps.
+            feed-forward, "full" the input alone. All also keep the results of most
+            attention kernels (`POLICIES`).
         in_scan: `run` is the body of a loop, which already keeps the compiler from
             merging the recomputation with the forward pass.
     """

@@ -5,8 +5,8 @@ mechanisms with features a mask may hide keys and rows, as `make_attention_mask`
 for padding; causality is the option `is_causal`.
 
 A single query is a decoding step: it sees all keys in Flax's cache that its mask shows,
-and costs O(S) for S keys, also with a recurrence. A row that sees no key gives zeros,
-where Flax gives a mean.
+and costs O(S) for S keys, also with a recurrence. A row that sees no key gives zeros.
+Flax's softmax gives the mean of all values for such a row.
 """
 
 import contextlib
@@ -109,10 +109,11 @@ def _refuse_uses_of_weights(mechanism: str, uses: dict[str, bool]) -> None:
 
 
 def _form(mechanism: str, options: dict[str, Any]) -> Mechanism:
-    """Return the mechanism if Flax's layers have its arguments and it has the options.
+    """Return the entry of a mechanism that a Flax layer can call with these options.
 
     Raises:
-        ValueError: otherwise, naming what is unknown or missing.
+        ValueError: an unknown mechanism or option, or a mechanism that needs an array
+            which Flax's layers do not have.
     """
     table = {
         name: form
@@ -236,8 +237,8 @@ def _keys_and_rows(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
     if mask.shape[1] > 1 or (is_concrete and not product.all()):
         raise ValueError(
             f"attention_fn: a mask of {mechanism} may only hide keys, (batch, 1, 1, "
-            f"{mask.shape[3]}), or rows and keys, got {mask.shape} of other pairs: for "
-            f"causality use attention_fn({mechanism!r}, is_causal=True)"
+            f"{mask.shape[3]}), or rows and keys, got {mask.shape} that hides single "
+            f"pairs: for causality use attention_fn({mechanism!r}, is_causal=True)"
         )
     rows = jnp.where(product[:, None, None, None], rows, jnp.nan)
     return keys, jnp.swapaxes(rows, 1, 2)

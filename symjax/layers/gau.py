@@ -114,7 +114,7 @@ class GatedBlock(nnx.Module):
         position: Int[Array, "B"],
         padding_mask: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Read the next T tokens of each example: (output, new cache).
+        """Read the next T tokens of each example; return (output, new cache).
 
         The arguments are those of `Mixer.decode`.
         """

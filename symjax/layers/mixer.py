@@ -47,7 +47,9 @@ class Mixer:
         alibi: whether scores have the bias of ALiBi.
         keys_from_values: whether a cache holds values alone, from which keys are made
             (model.attention.symmetric kv or qkv).
-        signals: number of heads that share a noise map; 1 unless differential is v1.
+        causal: whether tokens see only earlier tokens and themselves.
+        signals: number of heads that share a noise map, which differential V1 subtracts
+            from the signal map of each of them. 1 unless differential is v1.
     """
 
     mechanism: str
@@ -74,8 +76,8 @@ class Mixer:
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
-        Score mechanisms get one noise head per group of signal heads. Recurrences get
-        one noise head, and so one state of noise, per signal head.
+        Heads that share a noise map have one noise head in score mechanisms, and one
+        noise head each, with a state each, in recurrences.
         """
         shares = self.signals == 1 or self.entry.implementations
         return self.sizes if shares else self.sizes.repeat_noise()
@@ -96,7 +98,7 @@ class Mixer:
             function = _without_key(function)
         group = options.get("group_size", 1)  # tokens that stay on one device
         axis = time_axis(length, group) if self.causal else None
-        if axis is not None:  # time splits keys as it splits queries
+        if axis is not None:  # the mesh axis splits keys as it splits queries
             options["axis_name"] = axis
             operands = {
                 name: operand._replace(axes=operand.axes.replace("S", "T"))
@@ -155,8 +157,8 @@ class Mixer:
             ValueError: more tokens than fit the cache.
         """
         if self.entry.state is None:
-            given = position, padding_mask, keys_of
-            return self._decode_scores(operands, cache, *given)
+            arguments = position, padding_mask, keys_of
+            return self._decode_scores(operands, cache, *arguments)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
         options = dict(self.automatic.options)
@@ -181,13 +183,13 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
-        The argument `positions` of the mechanism hides the places of the cache after
+        The argument `positions` of the mechanism hides the entries of the cache after
         the row's own position, which are empty or hold padding. The next tokens
         overwrite the padding.
 
-        What is read of the cache is the whole, or its first half, quarter and so on,
-        but at least 256 keys: the shortest of these that holds all written keys. A bias
-        has an entry for each place of the cache.
+        Each step reads the whole cache, or its first half, quarter and so on, but at
+        least 256 keys: the shortest of these that holds all written keys. A bias has
+        one value per entry of the cache.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]
         check_room(room, f"a cache of {room}", position, count, padding_mask)

@@ -40,18 +40,19 @@ class RMSNorm(nnx.RMSNorm):
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm over each head, which a TPU computes in the layout of the projections.
+    """RMSNorm over each head.
 
-    On a TPU a kernel computes it if tokens and head size are multiples of 128. The
-    kernel has neither a forward-mode derivative (`jax.jvp`) nor a second derivative.
+    On a TPU a kernel computes it (`symjax.attention.kernels.tpu.heads`) if the number
+    of tokens and the head size are multiples of 128. The kernel has neither a
+    forward-mode derivative (`jax.jvp`) nor a second derivative.
     """
 
     def __call__(
         self, x: Float[Array, "B T N H"], factor: Any = 1.0
     ) -> Float[Array, "B T N H"]:
-        """Return the norm of each head times a factor."""
-        given: Any = x, _value(self.scale)
-        x, scale = self.promote_dtype(given, dtype=self.dtype)
+        """Return each head, normalised, times a factor."""
+        arrays: Any = x, _value(self.scale)
+        x, scale = self.promote_dtype(arrays, dtype=self.dtype)
         wide = jnp.promote_types(x.dtype, jnp.float32)
         scale = Operand(scale.astype(wide) * factor, "")
         return heads_per_device(self._normed, x, scale=scale)

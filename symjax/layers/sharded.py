@@ -66,8 +66,8 @@ def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
         if mesh.size == 1:
             return x
         raise ValueError(
-            f"an array {x.shape} of one device meets the mesh {_shown(mesh.shape)}: "
-            "call the model inside jax.jit, or without jax.set_mesh"
+            f"an array {x.shape} of one device meets the mesh {_axis_sizes(mesh.shape)}"
+            ": call the model inside jax.jit, or without jax.set_mesh"
         )
     return jax.lax.with_sharding_constraint(x, P(*axes))
 
@@ -154,11 +154,11 @@ def _check_divides(operands: dict[str, Operand]) -> None:
                 if size > 1 and size % parts:
                     raise ValueError(
                         f"{name} {leaf.shape}: {size} {NAMES[axis]} do not divide over "
-                        f"mesh {_shown(over)}"
+                        f"mesh {_axis_sizes(over)}"
                     )
 
 
-def _shown(axes: Iterable[str]) -> str:
+def _axis_sizes(axes: Iterable[str]) -> str:
     """Return the sizes of mesh axes for an error message."""
     mesh = jax.sharding.get_abstract_mesh().shape
     return " × ".join(f"{axis} {mesh.get(axis, 1)}" for axis in axes)

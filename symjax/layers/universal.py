@@ -112,7 +112,7 @@ class UniversalBlock(nnx.Module):
         dropout_key: Array | None = None,
         watch: Callable | None = None,
     ) -> Float[Array, "B T D"]:
-        """Return the sum of weighted states. It takes the arguments of `Block`.
+        """Return the sum of weighted states. The arguments are those of `Block`.
 
         With a dropout key, as in training, the module also stores the ponder cost of
         each token [B T], from 2 (one step) to depth + 1, as the `nnx.Intermediate`

@@ -135,7 +135,7 @@ def mechanism_options(options: config.Model, depth: int) -> tuple[tuple[str, Any
     for name in names:
         _check_direction(options, name)
     mechanism = config.mechanism_of(options, depth)
-    _check_words(options, mechanism)
+    _check_names(options, mechanism)
     values = (part_of(mechanism).options or named_options)(options, mechanism)
     implementation = present_name(values.get("implementation", "auto"))
     if implementation not in _implementations(mechanism):
@@ -167,15 +167,15 @@ def _check_keys(options: config.Model, names: tuple[str, ...]) -> None:
                 )
 
 
-def _check_words(options: config.Model, mechanism: str) -> None:
-    """Raise if an option is a word that the mechanism does not know.
+def _check_names(options: config.Model, mechanism: str) -> None:
+    """Raise if the value of an option is a name that the mechanism does not know.
 
     Raises:
-        ValueError: naming the key, its value and the words of the mechanism.
+        ValueError: naming the key, its value and the names that the mechanism knows.
     """
-    for name, words in MECHANISMS[mechanism].choices.items():
+    for name, choices in MECHANISMS[mechanism].choices.items():
         value = getattr(options.attention, name)
-        known = [*words, *part_of(mechanism).learned]
+        known = [*choices, *part_of(mechanism).learned]
         if value not in (*known, *OFF):
             raise ValueError(
                 f"model.attention.{name} {value!r} is not one of {mechanism}: choose "

@@ -3,12 +3,12 @@
 build.py         build: config.Model → Decoder or Encoder; their arrays as nested dicts
 decoder.py       Decoder: logits of the next token, over whole rows or with a cache
 encoder.py       Encoder: tokens also see later ones; classes or masked tokens
-transformer.py   what both share: embedding, positions, blocks, output layer
+transformer.py   embedding, positions, blocks and output layer of all models
 scanned.py       all blocks as one `jax.lax.scan` (model.scan_layers)
 generate.py      generate: sampled continuations of prompts
 convert.py       convert: weights of one model for a model with another mechanism
 statistics.py    fit_statistics: constants of FAVOR++ and FAVOR#
-attention_maps.py  maps and scores of every mechanism, their entropy by layer
+attention_maps.py  attention maps and scores, their statistics by layer
 lambdas.py       λ of differential layers
 cost.py chips.py floating-point operations by formula; speeds of accelerators
 huggingface/     weights from and for models of Hugging Face and of unilm

@@ -73,7 +73,10 @@ def in_own_pairs(
 def by_branch(
     mixer: Mixer, query: Array, key: Array, value_heads: int
 ) -> tuple[Array, Array]:
-    """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated."""
+    """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated.
+
+    P is the number of branches of a head: 2 if the layer is differential, else 1.
+    """
     query = repeat_noise(query, mixer.signals)
     if mixer.signals > 1:
         key = repeat_noise(key, signal_keys(key.shape[2], value_heads))
@@ -97,8 +100,8 @@ def each_branch(
 ) -> Array:
     """Return compute(operands) [B N T T] for every branch, as [B N P T T].
 
-    With λ = 0 a differential mechanism computes its first branch alone, and with the
-    operands of the branches swapped the second.
+    With λ = 0 a differential mechanism computes its first branch alone. If the operands
+    of the branches are swapped, it computes the second branch.
     """
     if kind == "none":
         return compute(operands)[:, :, None]
@@ -124,9 +127,9 @@ def _swap_branches(operand: Operand) -> Array:
 def scores_of_branches(
     mixer: Mixer, operands: dict[str, Operand]
 ) -> Float[Array, "B N P T T"] | None:
-    """Return scaled q·k of each branch as the engine computes it, 0 at hidden pairs.
+    """Return scaled q·k of each branch as attention computes it, 0 at hidden pairs.
 
-    None for mechanisms that compute no scores.
+    The result is None for mechanisms that compute no scores.
     """
     if not mixer.entry.keys or mixer.entry.state is not None:
         return None

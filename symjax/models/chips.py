@@ -4,7 +4,10 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One accelerator with its maker's figures. Both links count one direction."""
+    """One accelerator with its maker's figures.
+
+    `link` and `network` count one direction.
+    """
 
     name: str
     flops: float  # dense bfloat16 operations per second
@@ -12,7 +15,7 @@ class Chip(NamedTuple):
     bandwidth: float  # bytes per second of that memory
     link: float  # bytes per second sent to chips of the same group
     group: int  # chips with such links: a pod, or one box
-    network: float  # bytes per second sent out of the group
+    network: float  # bytes per second that a chip sends out of the group
     per_cycle: int = 0  # bfloat16 operations per cycle, of a TPU
 
     @property
@@ -51,7 +54,7 @@ class Chip(NamedTuple):
 # interconnect in both directions, 400, 1200 and 800 GB/s, and a data centre network of
 # 6.4 Tbit/s per pod of v5e, 25.6 Tbit/s per pod of v6e and 50 Gbit/s per chip of v5p.
 # Operations per cycle: the compiler's estimate of a 4096³ product takes 1.04 to 1.15
-# times as many cycles.
+# times as many cycles as these figures.
 # GPU: nvidia.com/data-center/h100 and /h200, SXM, without sparsity. They give NVLink in
 # both directions, 900 GB/s. DGX H100 and H200: eight ports of 400 Gbit/s.
 CHIPS = (

@@ -1,7 +1,8 @@
 """Conversion of a trained model's weights to a model with another mechanism.
 
-`convert` returns the weights, `carried` the constants (random projections), and
-`changes` names the keys by which the converted model computes another function.
+`convert` returns the weights, and `carried` the constants (random projections). If the
+converted model computes another function than the trained one, `changes` names the
+configuration keys that cause this.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ FRESH = (
     "value_convolution",
     "head",
 )
-# Keys of model that may differ between source and target.
+# Keys of model that may differ between the trained model (source) and the new one
+# (target).
 FREE = (
     "classes",
     "length",
@@ -74,7 +76,8 @@ CHANGING = (
     *("attention.query_key_norm", "attention.output_gate"),
     *("attention.short_convolution", "attention.lambda_initial", "attention.head_norm"),
 )
-# `symmetric` with shared values → `symmetric` with the same keys and separate values.
+# `symmetric` with values made from keys → `symmetric` with the same keys and separate
+# values.
 UNSHARED = {"kv": "none", "qkv": "plain"}
 
 Params = dict[str, Any]
@@ -93,7 +96,7 @@ def changes(source: config.Model, target: config.Model) -> list[str]:
         names += ("length",) if config.is_causal(source) else ()  # divides QQᵀ
     keys = [UNSHARED.get(x, x) for x in (y.attention.symmetric for y in models)]
     if keys[0] == "none" != keys[1]:
-        names += ("attention.symmetric",)  # the mean of queries and keys
+        names += ("attention.symmetric",)  # one projection, the mean of two
     if target.attention.differential == "v1":
         names += ("attention.differential",)  # a new norm per head
     pairs = {name: [attrgetter(name)(x) for x in models] for name in names}
@@ -304,7 +307,7 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
     if combined == ("none", "v2"):
         twice = partial(repeat_heads, heads=target.heads, times=2)
         layer["query"] = jax.tree.map(twice, layer["query"])
-        # values times 2, before any norm per head
+        # Values times 2, since λ = ½ halves the output, before any norm per head.
         layer["value"] = jax.tree.map(lambda x: 2 * x, layer["value"])
         layer["lambda_projection"] = {"kernel": jnp.zeros((target.width, target.heads))}
     return layer

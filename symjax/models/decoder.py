@@ -33,7 +33,7 @@ class Decoder(nnx.Module):
     learned_positions: bool
     embedding: nnx.Embed
     blocks: nnx.List
-    period: int  # blocks in the body of the loop of model.scan_layers; 0: no loop
+    period: int  # blocks per iteration if model.scan_layers loops over them, else 0
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):
@@ -57,10 +57,10 @@ class Decoder(nnx.Module):
         Args:
             dropout_key: turns dropout on, as in training.
             watch: function that is called in each block, as in `symjax.layers.Block`.
-            segment_ids: equal ids that follow each other are one document. A token
+            segment_ids: consecutive tokens with equal ids are one document. A token
                 sees only its own document, and positions begin at 0 in each document.
                 So outputs are those of each document alone, except with the mechanism
-                flash, whose groups do not begin anew with a document.
+                flash, whose groups of tokens do not restart with a document.
         Raises:
             ValueError: more tokens than learned positions.
         """

@@ -1,4 +1,4 @@
-"""Encoder: every token of a text or an image sees all others."""
+"""Encoder: a model of texts or images whose tokens also see later tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ class Encoder(nnx.Module):
     length: int
     learned_positions: bool
     blocks: nnx.List
-    period: int  # blocks in the body of the loop of model.scan_layers; 0: no loop
+    period: int  # blocks per iteration if model.scan_layers loops over them, else 0
     final_norm: Any
 
     def __init__(self, options: config.Model, *, rngs: nnx.Rngs):

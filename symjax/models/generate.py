@@ -1,7 +1,8 @@
 """Sampling: one call reads the prompts, then each new token costs one step.
 
-The numbers of rows, of prompt tokens and of places in the cache are rounded up to
-powers of two, so that one compiled program covers a range of sizes.
+The numbers of rows, of prompt tokens and of entries of the cache are rounded up to
+powers of two, so that one compiled program covers a range of sizes. A cache has no more
+entries than the model has learned positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,8 +54,9 @@ def generate(
         count: at most 2²⁰.
         key: one for all rows, or one for each row [B]. A row with its own key has the
             same draws in any batch.
-        lengths: number of tokens of each prompt, if they differ. Prompts are padded on
-            the left with any token, and each is continued as it would be alone.
+        lengths: number of tokens of each prompt, if they differ. Shorter prompts are
+            padded on the left with any token. Each prompt is continued as if it were
+            alone.
         temperature: divides the logits. Below 1e-6 the likeliest token is taken.
         top_k: draw from this number of likeliest tokens; 0 draws from all. Among equal
             logits lower ids count as likelier, here and for top_p.

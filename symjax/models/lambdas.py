@@ -35,7 +35,7 @@ def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
     """Return the mean λ of each layer of differential V2, by the layer's index.
 
     The mean is over heads and tokens. Each row counts as one document, also if it holds
-    several.
+    several. A universal model has a mean for each step.
     """
     graph, weights = nnx.split(model)
     return {

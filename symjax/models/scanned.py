@@ -35,11 +35,12 @@ def run_scanned(
     weights of each block separately.
 
     Args:
-        model: has blocks, remat, dtype and period, the number of blocks in the body.
+        model: has blocks, remat, dtype and period, the number of blocks of a period.
         keys: dropout keys, one per block.
         padding_mask, segments: as in `symjax.layers.Block`.
     Raises:
-        ValueError: blocks differ in more than weights and the values in `BY_DEPTH`.
+        ValueError: block i of two periods differs in more than weights and the
+            attributes named in `BY_DEPTH` (of `Attention`, for example λ_init).
     """
     blocks, period = model.blocks, model.period
     graphs = [_graph(block) for block in blocks]
@@ -90,7 +91,7 @@ def _scan(
 
 
 def _graph(block: nnx.Module) -> nnx.GraphDef:
-    """Return the static structure of a block without the values in `BY_DEPTH`."""
+    """Return the static structure of a block without the attributes in `BY_DEPTH`."""
     bare = nnx.merge(*nnx.split(block))
     set_values(bare, dict.fromkeys(values_by_depth(bare)))
     return nnx.graphdef(bare)

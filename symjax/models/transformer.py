@@ -1,4 +1,4 @@
-"""Embedding, positions, blocks and output layer, which decoders and encoders share."""
+"""Embedding, positions, blocks and output layer of decoders and encoders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +85,8 @@ def _check_scaling(chosen: config.RopeScaling, rotary: bool, positions: str) -> 
     if chosen.kind in OF_A_LENGTH and not chosen.original_length:
         raise ValueError(
             f"model.rope_scaling.kind {chosen.kind!r} needs "
-            "model.rope_scaling.original_length, the tokens of context before"
+            "model.rope_scaling.original_length, the tokens of context before the "
+            "scaling"
         )
 
 

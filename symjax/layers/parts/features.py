@@ -61,7 +61,7 @@ class T2R(nnx.Module):
 def _weights_of_linear(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """Return a learned map for queries and one for keys, if they are learned."""
+    """Return a map for queries and one for keys, if the features are learned."""
     name, count = options.attention.features, options.attention.feature_count
 
     def feature_map(heads: int) -> Hedgehog | T2R:

@@ -28,8 +28,9 @@ class Sizes(NamedTuple):
     Attributes:
         heads: output heads.
         kv_heads: value heads.
-        queries: query heads; two per head with differential V1 and V2. With
-            model.attention.signals = r, r + 1 for each r heads.
+        queries: query heads; two per head with differential V1 and V2, for its signal
+            map and its noise map. With model.attention.signals = r, r + 1 for each r
+            heads, which then share a noise map.
         keys: key heads; two per value head with differential V1, or fewer with
             `signals` if there are fewer noise heads than value heads.
         head_size: features of a query or key.
@@ -144,7 +145,8 @@ class Part(NamedTuple):
         flops: (mixer, model.attention, length) → operations per token without the
             projections; by default those of scores or of a recurrence.
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
-        owned: weights that other mechanisms do not have.
+        owned: names of weights that a layer with another mechanism may lack. Conversion
+            drops them, or starts them fresh.
         kept_constants: pairs (name of a constant, key of model.attention). Conversion
             keeps the constant if source and target have the same value of the key.
         convert: (weights, source, target) → the weights of a layer of the target.

@@ -1,4 +1,8 @@
-"""Weights of score mechanisms: forget gates, sinks and learned laws of length."""
+"""Weights of score mechanisms: forget gates, sinks, learned factors of the scores.
+
+A law (model.attention.length_scale) is a factor of the scores that depends on the
+number of keys that a query sees.
+"""
 
 from typing import Any
 
@@ -64,7 +68,7 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
 
 
 def _options(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """Return the options of a mechanism, without a law that is learned.
+    """Return the options of a mechanism, without a law that has weights.
 
     Raises:
         ValueError: the law `learned` without model.attention.length_base, or another

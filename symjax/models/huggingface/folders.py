@@ -2,7 +2,7 @@
 
 config.json         settings of a Llama, DiffLlama or GPT-2; absent in symjax's format
 model.safetensors   tensors, named as in that model or as in symjax
-symjax.json         written by symjax: configuration, tokens, step
+symjax.json         written by symjax: configuration, step, what tokens are
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from symjax.models.huggingface.weights import flat, nested
 FAMILIES: dict[str, Any] = {"llama": llama, "diffllama": llama, "gpt2": gpt2}
 READ = "of Hugging Face's models, symjax reads Llama, DiffLlama and GPT-2"
 SETTINGS, OWN = "config.json", "symjax.json"
-SUFFIXES = ".json", ".safetensors"  # of the files that are read
+SUFFIXES = ".json", ".safetensors"  # of files that are read
 # Configuration keys that do not change the function of a trained model.
 FREE = (
     *("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length"),
@@ -46,7 +46,7 @@ class Folder(NamedTuple):
     """Contents of a folder of weights.
 
     Attributes:
-        constants: random projections in symjax's format; empty in the others.
+        constants: random projections; empty for models of Hugging Face.
         about: contents of symjax.json; empty if another program wrote the folder.
     """
 

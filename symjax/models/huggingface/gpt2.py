@@ -129,7 +129,7 @@ def tensors_of(params: dict[str, Any], options: config.Model) -> dict[str, Any]:
 
 
 def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Add the prefix "transformer." to names of tensors, which files of 2019 lack."""
+    """Add the prefix "transformer." to names of tensors. Files of 2019 lack it."""
     return {
         name if name.startswith("transformer.") else f"transformer.{name}": x
         for name, x in tensors.items()

@@ -42,49 +42,53 @@ def rope_of(settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a kind or a value that symjax's decoder does not support.
     """
-    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(given, dict) or any(isinstance(x, dict) for x in given.values()):
-        raise ValueError(f"rope_scaling must be one object for all layers, got {given}")
-    given = {name: x for name, x in given.items() if x is not None}
-    kind = given.get("rope_type", given.get("type", "default"))
+    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or any(
+        isinstance(x, dict) for x in scaling.values()
+    ):
+        raise ValueError(
+            f"rope_scaling must be one object for all layers, got {scaling}"
+        )
+    scaling = {name: x for name, x in scaling.items() if x is not None}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
     check_all(
         partial(check_settings, settings, ONLY),
-        partial(check_settings, given, ONLY),
+        partial(check_settings, scaling, ONLY),
         partial(check_choice, "rope_type", kind, KINDS),
     )
     theta = {"rope_theta": settings.get("rope_theta") or 10000.0}
-    keys: dict[str, Any] = {"rope_base": number(theta | given, "rope_theta")}
+    keys: dict[str, Any] = {"rope_base": number(theta | scaling, "rope_theta")}
     if kind == "default":
         return keys
     chosen: dict[str, Any] = {"kind": kind}
     if kind in OF_A_LENGTH:
         length = whole(settings, "max_position_embeddings", 2048)
-        groups = () if kind == "dynamic" else (settings, given)
+        groups = () if kind == "dynamic" else (settings, scaling)
         lengths = [x[ORIGINAL] for x in groups if x.get(ORIGINAL)]  # the first counts
         chosen["original_length"] = whole({ORIGINAL: [*lengths, length][0]}, ORIGINAL)
     if kind == "yarn":
-        given = {"factor": length / chosen["original_length"]} | given
-        given |= _attention_factor(given)
-        chosen["truncate"] = given.get("truncate", True)
-    chosen["factor"] = number(given, "factor")
+        scaling = {"factor": length / chosen["original_length"]} | scaling
+        scaling |= _attention_factor(scaling)
+        chosen["truncate"] = scaling.get("truncate", True)
+    chosen["factor"] = number(scaling, "factor")
     for theirs, ours in NUMBERS.get(kind, {}).items():
-        if kind == "llama3" or theirs in given:
-            chosen[ours] = number(given, theirs)
+        if kind == "llama3" or theirs in scaling:
+            chosen[ours] = number(scaling, theirs)
     return keys | {"rope_scaling": config.RopeScaling(**chosen)}
 
 
-def _attention_factor(given: dict[str, Any]) -> dict[str, float]:
+def _attention_factor(scaling: dict[str, Any]) -> dict[str, float]:
     """Return yarn's attention factor from two settings of DeepSeek's models, if set."""
     names = "mscale", "mscale_all_dim"
-    if "attention_factor" in given or not all(given.get(x) for x in names):
+    if "attention_factor" in scaling or not all(scaling.get(x) for x in names):
         return {}
-    log_factor = math.log(number(given, "factor"))
-    numerator, divisor = (0.1 * number(given, x) * log_factor + 1 for x in names)
+    log_factor = math.log(number(scaling, "factor"))
+    numerator, divisor = (0.1 * number(scaling, x) * log_factor + 1 for x in names)
     return {"attention_factor": numerator / divisor}
 
 
 def settings_of_rope(options: config.Model) -> dict[str, Any]:
-    """Return settings of RoPE and of the text length for versions 4 and 5."""
+    """Return settings of RoPE and the text length, for transformers 4 and 5."""
     chosen, length = options.rope_scaling, options.length
     if chosen.kind == "none":
         parameters: dict[str, Any] = {"rope_type": "default"}

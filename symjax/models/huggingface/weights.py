@@ -2,9 +2,9 @@
 
 symjax has kernels [in, out] and sub-heads in (head, branch) order, and rotates pairs of
 features (i, i + H/2) with `positions="rope"`. Weights of torch are [out, in]. The
-functions below permute rows and columns. Hugging Face's norm per head
-has no weight, so `to_diffllama` multiplies it into the output projection. Layers with
-bias, query/key norms or normalised keys cannot be converted.
+functions below permute rows and columns. Hugging Face's norm per head has no weight, so
+`to_diffllama` multiplies the weight of symjax's norm into the output projection. Layers
+with bias, query/key norms or normalised keys cannot be converted.
 """
 
 from collections.abc import Mapping

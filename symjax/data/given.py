@@ -28,7 +28,7 @@ def is_given(examples: Examples) -> bool:
 def given_examples(language: dict[str, Any], text: str | None) -> Examples:
     """A text as held-out examples, without training examples.
 
-    The first token is predicted from the token that stood before documents in training.
+    The first token is predicted from the token that preceded documents in training.
     If there was no such token, the first token is no target.
 
     Args:

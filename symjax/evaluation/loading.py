@@ -33,9 +33,9 @@ class LoadedRun(NamedTuple):
     """A checkpoint on one device, and the examples of its run.
 
     Attributes:
-        examples: the data of the run, or a text that replaces the held-out one.
+        examples: the examples of the run, or a text that replaces the held-out text.
         data: the fingerprint of the run's data, as the checkpoint stores it. It differs
-            from `examples.fingerprint` if a text replaces the held-out one.
+            from `examples.fingerprint` if a text replaces the held-out text.
         ema: whether the weights are the average that optimizer.ema keeps.
         changed: one line for each key that --allow changed, with the step.
         sessions: step, date and versions of the first start of the run, and of each

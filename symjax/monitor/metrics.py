@@ -38,11 +38,11 @@ class Metrics:
     """Writer of a run's metrics. With several processes only the first one writes.
 
     Args:
-        workdir: its earlier lines are kept, also if they were written on another
-            machine.
+        workdir: the folder of the run. Earlier lines of its metrics.jsonl are kept,
+            also if they were written on another machine.
         step: the step that the run starts or continues from. Lines that a killed run
             wrote for later steps are removed, so that no step occurs twice. A line that
-            it did not finish is removed too.
+            was not finished is removed too.
         options: its `log` names the boards that show the metrics too.
     Raises:
         ValueError: the files cannot be written, or as `boards`.

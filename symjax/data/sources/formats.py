@@ -184,7 +184,7 @@ def check_one_format(folder: str, files: dict[Path, str]) -> None:
         )
 
 
-def check_splits_seen(
+def check_splits_recognised(
     folder: str, files: Iterable[Path], splits: Iterable[str]
 ) -> None:
     """Check that no held-out files of a folder would be trained on.

@@ -28,7 +28,7 @@ from symjax.data.sources.formats import (
     add_unread,
     check_all_read,
     check_one_format,
-    check_splits_seen,
+    check_splits_recognised,
     data_files,
     in_capitals,
     table_format,
@@ -169,7 +169,7 @@ def _open_folder_of_files(
             builder = _builder(path, subset, columns, cache, None)
         found = builder.config.data_files or {}
         read = list(itertools.chain.from_iterable(found.values()))
-        check_splits_seen(path, files, found)
+        check_splits_recognised(path, files, found)
         check_all_read(path, files, read)
         add_unread(path, read, left_out)
         rows = OpenedDataset(builder, columns, where, own=True)

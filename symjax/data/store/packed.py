@@ -74,7 +74,7 @@ class PackedArray:
                 raise self._damaged("a sample of it has changed")
             file.seek(0)
             self._length, self.dtype, self._begin = layout_of(file)
-        self._seen = found.st_size, found.st_mtime_ns
+        self._checked = found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:
         return self._length
@@ -90,9 +90,9 @@ class PackedArray:
             raise ValueError(f"{self} cannot be read: {error.strerror}") from None
         if len(content) < wanted:
             raise self._damaged("cut short while in use")
-        if (found.st_size, found.st_mtime_ns) != self._seen:
+        if (found.st_size, found.st_mtime_ns) != self._checked:
             self.verify()
-            self._seen = found.st_size, found.st_mtime_ns
+            self._checked = found.st_size, found.st_mtime_ns
         return np.frombuffer(content, self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

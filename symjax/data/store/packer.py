@@ -117,6 +117,8 @@ class _Packer:
         state: state of the training stream after the last document that was read.
         counts: documents, tokens and bytes that the last packer has written to the
             training files.
+        heldout_counts: documents, tokens and bytes of the held-out text; set only by
+            the packer that writes this text.
         head: the part of the manifest that is known after the first shard; None before.
     """
 
@@ -133,7 +135,7 @@ class _Packer:
         else:
             self.tokenizer = self._tokenizer()
             self._choose_boundaries(request.format)
-            self.keys, self.held = self._hold_out()
+            self.keys, self.heldout_counts = self._hold_out()
 
     def _choose_boundaries(self, format: int) -> None:
         """Set `marks`, the tokens around documents."""
@@ -273,9 +275,9 @@ class _Packer:
                 **fingerprint(self.options.source, self.facts, self.content),
                 "format": self.request.format,
                 "datasets": version("datasets"),
-                "heldout": self.held._asdict(),
+                "heldout": self.heldout_counts._asdict(),
             },
-            **text_statistics(arrays, self.tokenizer, self.marks, self.held),
+            **text_statistics(arrays, self.tokenizer, self.marks, self.heldout_counts),
             "origin": {"stamp": stamp_of(files), "sha256": ""},
             "files": {name: file_facts(self.place / name) for name in HELDOUT_FILES},
         }

@@ -177,7 +177,7 @@ def open_stream(
     Raises:
         ValueError: the data set cannot be read, or differs from the run's manifest.
     """
-    known = _kept_manifest(options, directory, replace)
+    known = _manifest_of_run(options, directory, replace)
     revisions = known["revisions"] if known else table.revisions(options)
     format = format_of(known["fingerprint"]) if known else format
     place = root(options) / (known["name"] if known else "")
@@ -206,7 +206,7 @@ def open_stream(
     return manifest, arrays
 
 
-def _kept_manifest(
+def _manifest_of_run(
     options: config.Data, directory: Path, replace: bool
 ) -> dict[str, Any] | None:
     """The manifest of a run; None if it has none, or one that may be replaced."""

@@ -39,7 +39,7 @@ def sets(run: LoadedRun, options: Options) -> Result:
     predict, chance, rows = predictor(run), 1 / data.symbols, []
     for count in (*counts, *lengths):
         row: dict[str, Any] = {"samples": count}
-        # A decoder does not see later tokens, so one program serves all counts.
+        # A decoder does not see later tokens, so one program works for all counts.
         cut = tokens[:, : max(count, model.length)]
         row["as drawn"] = accuracy_after(predict, cut, count)
         ordered = np.concatenate(

@@ -44,8 +44,8 @@ def _lambda(result: Result) -> Headlines:
 def _accuracy(name: str) -> Callable[[Result], Headlines]:
     """Return the function that reads the headlines of a generated task.
 
-    The headlines are the mean accuracy of the rows, and the accuracy of the last row,
-    which has the most difficult examples.
+    The headlines are the mean accuracy of the rows, and the accuracy of the last row:
+    that of the most pairs, the deepest lists, or the last position.
     """
 
     def read(result: Result) -> Headlines:
@@ -178,7 +178,7 @@ def _gradients(result: Result) -> Headlines:
 
 
 def _speed(result: Result) -> Headlines:
-    """Return the speed of each work at the longest length, its last row."""
+    """Return the speed of each work at the longest length, whose rows come last."""
     columns, rows = result.tables[0].columns, result.tables[0].rows
     work, ratio = columns.index("work"), columns.index("÷ softmax")
     return {f"{row[work]} ÷ softmax": row[ratio] for row in rows}  # pyright: ignore

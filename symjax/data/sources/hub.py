@@ -189,7 +189,8 @@ def read_splits(
         convert: (rows, split) → the value of a split.
     Returns:
         the values by split, plain values that identify the data set, and the opened
-        data set. The rows of a folder may be deleted with this object.
+        data set. Keep this object as long as the rows: their files may be deleted with
+        it.
     """
     with open_dataset(options, columns_of(options)) as source:
         names = _chosen_splits(options, source.names)

@@ -73,7 +73,7 @@ class OpenedDataset:
     def read(self, names: list[str], *, stream: bool = False) -> dict[str, Any]:
         """Return the rows of splits by name, as `Dataset`s on disk.
 
-        The files on disk may be deleted with this object.
+        Keep this object as long as the rows: their files may be deleted with it.
 
         Args:
             names: the splits; others are not read.

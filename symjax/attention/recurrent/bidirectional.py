@@ -154,8 +154,8 @@ def _sums_over_segments(
 def _merge_row_sums(past: RowSums, future: RowSums) -> RowSums:
     """Return the sums of rows that see the keys of both sides.
 
-    A row without keys has the shift 0. It is set to −∞, because the shift of the other
-    side may be far below 0.
+    A row that sees no key on one side has the shift 0 there. This shift is replaced by
+    −∞, because the shift of the other side may be far below 0.
     """
     shifts = [jnp.where(x.magnitude > 0, x.shift, -jnp.inf) for x in (past, future)]
     shift = finite(jnp.maximum(*shifts))

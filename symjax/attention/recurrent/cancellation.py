@@ -30,9 +30,9 @@ def read_around_mean(
 
         row · sums = row · (sums − total meanᵀ) + denominator · mean
 
-    In this mean of the values, the weight of a key is the sum of its first
-    `nonnegative` features. A rounding error of the denominator is then in numerator and
-    denominator alike, and cancels in the ratio.
+    The mean is a weighted mean of the values. The weight of a value is the sum of the
+    first `nonnegative` features of its key. A rounding error of the denominator is then
+    in numerator and denominator alike, and cancels in the ratio.
 
     - Entries of sums − total meanᵀ below the rounding error of total meanᵀ become 0. So
       if all values are equal, the ratio is this value.

@@ -1,8 +1,8 @@
 """Tokens laid out in spans and chunks of time, and the scan over spans.
 
 A `Span` is a number of consecutive tokens with the axes of the arguments, [B T …]. A
-`Chunk` is a span that is computed at once, with heads before time, [B K T …]. A
-recurrence makes its chunk by `chunk_of(span)`.
+`Chunk` is a span that is computed at once, with heads before time, [B K T …].
+`chunk_of` converts a span to a chunk.
 
 A hidden token, or one that pads the last span, leaves every state unchanged:
 
@@ -12,7 +12,7 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
   because φ(0) need not be 0. A decay that is the same for all tokens is applied once
   per visible token.
 
-The row of a hidden token is computed from its query nevertheless.
+A hidden token still has a row, which is computed from its query.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ def chunk_of(span: Span) -> Chunk:
 
 
 def group_heads(x: Float[Array, "B N *rest"], heads: int) -> Array:
-    """Return x with one axis of key heads and one of the query heads that share one."""
+    """Return x with an axis of key heads, then one of the query heads of a key head."""
     return x.reshape(len(x), heads, x.shape[1] // max(1, heads), *x.shape[2:])
 
 
@@ -204,7 +204,7 @@ def join_rows(rows: Any, length: int) -> Any:
 def lower_triangle(length: int) -> Bool[Array, "T T"]:
     """Return True for pairs [t, s] with s ≤ t.
 
-    It makes shorter programs than `jnp.tril`.
+    The program is shorter than that of `jnp.tril`.
     """
     rows, columns = (
         jax.lax.broadcasted_iota(jnp.int32, (length, length), axis) for axis in (0, 1)
@@ -227,7 +227,7 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Return the state that the first rows of a chunk read, and the part that remains.
+    """Return the state that the first rows of a chunk read, and what remains after it.
 
     A state sums the tokens of one segment. The results also say which rows read the
     state before the chunk, and which tokens are in the state after it.

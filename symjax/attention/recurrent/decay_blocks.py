@@ -33,7 +33,7 @@ def split_into_blocks(
 
 
 def same_block(count: int) -> Bool[Array, "n 1 n 1"]:
-    """Return True for pairs [i, ·, j, ·] of a query and a key in the same block."""
+    """Return a mask [i, ·, j, ·], True if query block i is key block j."""
     return jnp.eye(count, dtype=bool)[:, None, :, None]
 
 
@@ -118,7 +118,7 @@ def block_scores(
 ) -> tuple[
     Float[Array, "B K n*m H"], Float[Array, "B K n*m H"], Float[Array, "B K G n*m n*m"]
 ]:
-    """Return `since`, `until`, and the scores of all pairs.
+    """Return `since` and `until` of `ChunkDecays`, and the scores of all pairs.
 
     Pairs inside a block take one exponential per pair and channel. The decay of other
     pairs has three factors: from the key to the end of its block, from there to the
@@ -150,10 +150,10 @@ def _block_backward(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of queries, keys and log-decays.
 
-    The sum of log-decays through a token is added to the exponents of its pairs as a
-    query, and subtracted from those of its pairs as a key. Its gradient is (query ·
-    gradient of query) − (key · gradient of key). The gradient of a log-decay is the sum
-    of these over its own token and all later ones.
+    Let c_t be the sum of log-decays through token t. The exponent of a pair of query t
+    and key s is c_t − c_s. So the gradient of c_t is (query t · its gradient) − (key t
+    · its gradient). The gradient of a log-decay is the sum of the gradients of c at its
+    own token and all later ones.
     """
     query, key, sums, rows, columns = saved
     of_since, of_until, of_scores = gradients
@@ -212,7 +212,7 @@ def _gradients_inside(
         weights = jnp.exp(exponents) * key[:, :, :, None] * gradient[..., None]
         of_query.append(weights.sum(axis=-2))
         arrays = exponents, gradient, key, query[:, :, group]
-        exponents, gradient, _, one = jax.lax.optimization_barrier(arrays)
-        weights = jnp.exp(exponents) * one[..., None, :] * gradient[..., None]
+        exponents, gradient, _, queries = jax.lax.optimization_barrier(arrays)
+        weights = jnp.exp(exponents) * queries[..., None, :] * gradient[..., None]
         of_key = of_key + weights.sum(axis=-3)
     return jnp.stack(of_query, axis=2), of_key

@@ -65,11 +65,11 @@ def shared_or_per_token(
     """Return (shared log-decay or None, operands): one of the two has the log-decay.
 
     A log-decay per head that is the same for all tokens is shared if there is no mask
-    and no segment: then every chunk has the same decays. Otherwise the only operand is
-    the log-decay as an array [#B #T K F].
+    and there are no segments: then every chunk has the same decays. Otherwise the only
+    operand is the log-decay as an array [#B #T K F].
 
     Raises:
-        ValueError: the log-decay does not fit the keys, or is known and above 0.
+        ValueError: the log-decay does not fit the keys, or is above 0 and not traced.
     """
     check_arrays(who, key=key)
     batch, length, heads, size = key.shape
@@ -82,8 +82,8 @@ def shared_or_per_token(
     if not fits or shape[0] not in (1, batch) or shape[1] not in (1, length):
         raise ValueError(
             f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
-            f"{heads}], or the latter and {size} channels, for key {key.shape}, "
-            f"got {given_shape}"
+            f"{heads}] or [{batch} or 1, {length} or 1, {heads}, {size}] for key "
+            f"{key.shape}, got {given_shape}"
         )
     check_log_decay(who, given if hasattr(given, "shape") else log_decay)
     if log_decay.ndim == 3:
@@ -120,7 +120,7 @@ def chunk_decays(
 
     Decays per head (F = 1) take O(T²) exponentials per head. Decays per channel (F = H)
     take O(T H √T) exponentials, multiplications and memory. A shared log-decay takes
-    O(T²) exponentials for all chunks together.
+    O(T²) exponentials per head, once for all examples.
 
     Args:
         shared: the log-decay that all tokens share; None: it is the last operand of the
@@ -145,8 +145,9 @@ def chunk_decays(
 def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
     """Return x [B K *G T H] times exp(log_decay).
 
-    For decays per head this is an einsum, because XLA's compiler for CPUs sums the
-    gradient of an einsum faster than that of a broadcast product.
+    For decays per head that every example has, this is an einsum, because XLA's
+    compiler for CPUs sums the gradient of an einsum faster than that of a broadcast
+    product.
     """
     groups = x.ndim == 5
     if log_decay.shape[-1] > 1 or len(log_decay) != len(x):

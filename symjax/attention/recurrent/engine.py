@@ -12,7 +12,7 @@ it takes a state and one token.
 A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
 multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens
 in parallel, then those of the next 4096 tokens. A single GPU runs the chunks of
-2¹⁸ / (examples · query heads) tokens in parallel.
+2¹⁸ / (examples · query heads) tokens of each example in parallel.
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time
 is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode
@@ -125,12 +125,12 @@ class InXla:
         return _causal(*static, tokens, parameters, state)[0]
 
     def in_turn(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
-        """Return the same rows by one chunk after the other, in the least memory.
+        """Return the same rows by one chunk after the other, which takes least memory.
 
-        GPU kernels of features call it in a `jax.lax.cond` if a row underflows. XLA
-        compiles both branches of the cond, and reserves memory for them. All rows are
-        exact here (`Normalised.exact`): other rows need a second program for those that
-        underflow, and XLA would compile both in this branch.
+        GPU kernels of features call it in a branch of a `jax.lax.cond`, which runs if a
+        row underflows. XLA reserves memory for the branch even if it does not run. No
+        row underflows here (`Normalised.exact`). Otherwise XLA would also compile the
+        program that computes such rows again.
         """
         recurrence = replace(cast(Any, self.recurrence), exact=True)
         state = _start("", recurrence, parameters, None, tokens)

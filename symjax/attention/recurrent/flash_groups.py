@@ -96,8 +96,8 @@ class EarlierGroups:
         return one[0] + two[0], None
 
     def _sum(self, key: Array, value: Array, dtype: Any) -> Array:
-        given = key.astype(dtype), value.astype(dtype)
-        return products(key, value)("bksm,bksv->bkmv", *given)
+        arrays = key.astype(dtype), value.astype(dtype)
+        return products(key, value)("bksm,bksv->bkmv", *arrays)
 
 
 class FlashSettings(NamedTuple):
@@ -192,7 +192,7 @@ def _state_after(
 ) -> FlashState:
     """Return the state after `count` more tokens, with the old `place`.
 
-    It holds tokens of one segment: that of the last of these tokens.
+    With segments, it has only the tokens in the segment of the last of these tokens.
 
     Args:
         placed: the tokens of the state's group and the new ones, from a group's start.
@@ -227,8 +227,8 @@ def step(
 ) -> tuple[Float[Array, "B 1 N V"], FlashState]:
     """Return the row of one token, and the state after it.
 
-    The token sees its group and the sums. Places of the group without a token are zeros
-    and weigh nothing. The caller updates `place`.
+    The token sees its group and the sums. Keys and values of places without a token are
+    zeros, so that their weights are 0. The caller updates `place`.
     """
     if _is_empty(tokens):
         return _no_rows(tokens), state
@@ -339,16 +339,16 @@ def _earlier_groups(
 
 
 def _linear_span(tokens: FlashTokens) -> Span:
-    given = tokens.linear_query, tokens.linear_key, tokens.value
-    span, segment = layout(operands.Tokens(*given)), tokens.segment
+    arrays = tokens.linear_query, tokens.linear_key, tokens.value
+    span, segment = layout(operands.Tokens(*arrays)), tokens.segment
     if segment is None:
         return span
     return span._replace(segment=segment, starts_segment=starts(segment))
 
 
 def _key_value_sums(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:
-    given = key.astype(dtype), value.astype(dtype)
-    return products(key, value)("bskm,bskv->bkmv", *given)
+    arrays = key.astype(dtype), value.astype(dtype)
+    return products(key, value)("bskm,bskv->bkmv", *arrays)
 
 
 def _read_sums(query: Array, sums: Array) -> Float[Array, "B T N V"]:
@@ -359,7 +359,7 @@ def _read_sums(query: Array, sums: Array) -> Float[Array, "B T N V"]:
 
 
 def _pad(x: Array, amount: int) -> Array:
-    """Pad the end of time with zeros; keys of zero weigh nothing."""
+    """Pad the end of time with zeros; a key of zeros has the weight 0."""
     return jnp.pad(x, [(0, amount if axis == 1 else 0) for axis in range(x.ndim)])
 
 

@@ -8,7 +8,8 @@ Exponents. Features φ = exp(exponent) can leave the range of float32, although 
 of numerator and denominator does not:
 
 - The state is divided by exp(running_max). For each feature running_max is the largest
-  exponent of a key so far. When a larger key comes, the state is rescaled.
+  exponent of a key so far. When a key with a larger exponent comes, the state is
+  rescaled.
 - A row is divided by exp(shift). The shift is the maximum, over the features, of the
   query's exponent + running_max.
 - So every exponential is at most 1. Example with one feature: keys have the exponents
@@ -101,7 +102,7 @@ def highest_exponent(state: LinearState | None, key: LogFeatures) -> Array | Non
 
 
 def query_weights(query: LogFeatures, highest: Array | None) -> tuple[Array, Array]:
-    """Return the weights by which rows read a state divided by exp(highest).
+    """Return the weights by which rows read a state that is divided by exp(highest).
 
     Returns:
         Weights [B K G T M] of at most 1, already divided by exp(shift), and the shift
@@ -187,8 +188,9 @@ def sums_from_weights(
     denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
     magnitude = denominator
     if arithmetic.bounded:
-        # The first features are 1, and 0 in rows that do not see the state. So their
-        # products count the keys, each of which has |terms| of 2 at most.
+        # The first feature of keys and queries is 1, but 0 in rows that do not see the
+        # state. So this product counts the keys that a row sees in the state. The
+        # |terms| of each key add up to at most 2.
         firsts = row[..., 0], state.total[..., 0]
         magnitude = 2 * jnp.einsum("bkgt,bk->bkgt", *firsts)
     elif arithmetic.signed:

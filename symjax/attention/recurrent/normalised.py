@@ -23,9 +23,9 @@ exp(shift), so that features stay in the range of float32:
   the chunk. Features of keys are divided by exp(maximum) and features of queries are
   multiplied by it, so their products stay the same. The divisor exp(shift) of a row
   cancels in the ratio. So a later key of the chunk changes a row only by rounding
-  errors. It does not change rows of earlier chunks.
-- A row underflows if the features of a later key of its chunk are e⁴⁶ times larger than
-  those of all keys that the row sees. `core/underflow.py` computes such a row again,
+  errors. Rows of earlier chunks do not change at all.
+- A row can underflow if the features of a later key of its chunk are e⁴⁶ times as large
+  as those of all keys that the row sees. `core/underflow.py` computes such a row again,
   with the maximum of the keys that it sees.
 """
 
@@ -132,8 +132,8 @@ class Normalised:
     ) -> tuple[LinearState, Any]:
         """Return the state after a chunk, and its rows [B T K G V].
 
-        Rows that underflow are computed again, unless all rows are exact. In a chunk of
-        one token none underflows, since it has no later key.
+        Rows that underflow are computed again, unless `exact` is set. In a chunk of one
+        token no row underflows, since there is no later key.
 
         Args:
             divided: False returns `RowSums` instead of rows.
@@ -176,13 +176,14 @@ class Normalised:
     def prepare(self, parameters: Any, span: Span) -> FeatureChunk:
         """Return the features of a span, with 0 for hidden keys.
 
-        Each query is divided by its largest amplitude, which cancels in the division by
-        the denominator. Otherwise products of amplitudes could overflow float32.
+        Unless features are bounded, each query is divided by its largest amplitude,
+        which cancels in the division by the denominator. Otherwise products of
+        amplitudes could overflow float32.
         """
         chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
-        # Heads come before time, as in `chunk.key`: if both have the same shape, XLA
-        # compiles one kernel for their features.
+        # Heads come before time, as in `chunk.key`: if queries and keys have the same
+        # shape, XLA compiles one kernel for the features of both.
         query = jnp.swapaxes(span.query, 1, 2).astype(dtype)
         query = self.features.query(query, parameters)
         heads = chunk.key.shape[1]

@@ -1,8 +1,9 @@
 """Power series of the matrix QQᵀ of every prefix, as a recurrence.
 
-Let M_t = Σ_{s≤t} q_s q_sᵀ. The products M_t x_t for all tokens t of a chunk are linear
-attention whose values are the keys. So each term of a power series in M_t costs one
-linear attention, and M_t is not computed for every token.
+Let M_t = Σ_{s≤t} q_s q_sᵀ and A_t = scale · M_t. The products M_t x_t for all tokens t
+of a chunk are linear attention with queries x, and with q as keys and values. So each
+term of a power series in A_t costs one linear attention, and M_t is not computed for
+every token.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ from symjax.attention.recurrent.chunks import (
 from symjax.attention.recurrent.decays import chunk_decays, times_decay
 from symjax.attention.recurrent.recurrence import Schedule
 
-# With these terms e^A is exact up to rounding for eigenvalues of A up to 55 in float64,
-# and up to 80 in float32.
+# With so many terms e^A is exact up to rounding for eigenvalues of A up to 55 in
+# float64, and up to 80 in float32.
 TERMS = 128
 
 
@@ -73,7 +74,7 @@ class PowerSeries:
     """Recurrence of a function of QQᵀ that is a power series.
 
     Attributes:
-        name: "exp", "expm1" or "ones_plus"; None for a polynomial.
+        name: "exp", "expm1" or "ones_plus" (`_row`); None for a polynomial.
         unit_rows: divide every row of the matrix by its Euclidean norm.
     """
 
@@ -82,7 +83,8 @@ class PowerSeries:
     unit_rows: bool = False
 
     def schedule(self) -> Schedule:
-        # The derivative keeps all terms of a series, each of the size of the queries.
+        # The derivative keeps all terms of a series, each as large as the queries, and
+        # `_exponential` has branches that depend on data.
         return Schedule(on_one_gpu_only=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MatrixFunctionState:
@@ -129,7 +131,11 @@ class PowerSeries:
         key: Array,
         times_matrix: Callable[[Array], Array],
     ) -> tuple[Any, Array]:
-        """Return f(0), and g(A_t) q_t of each token, with g(x) = (f(x) − f(0)) / x."""
+        """Return f(0), and g(A_t) q_t of each token, with g(x) = (f(x) − f(0)) / x.
+
+        "ones_plus" is no power series: every score of A_t is divided by ‖A_t‖², and 1
+        is added. The last channel of q, 1/√scale, adds the 1 and is not divided.
+        """
         if prepared.coefficients is not None:
             coefficients = prepared.coefficients
             return coefficients[0], _horner(times_matrix, key, coefficients)
@@ -149,7 +155,7 @@ class PowerSeries:
         prepared: PreparedSeries,
         query: Float[Array, "B K T H"],
     ) -> Float[Array, "B K T"]:
-        """Return ‖A_t‖², the sum of all squared scores of every prefix."""
+        """Return ‖A_t‖², the sum of the squared scores of each prefix."""
         product = products(*prepared.chunk[:3])
         moments = state.moments[..., :-1, :-1]
         left = jnp.exp(prepared.since[..., 0])
@@ -200,11 +206,12 @@ def _exponential(
 ) -> Array:
     """Return (1 + A/2! + A²/3! + …) q, and NaN where it has not converged.
 
-    No terms cancel, since A has no negative eigenvalue. So the sum is at least as long
-    as q, and a term is left out if traceᵏ/(k+1)! is below its rounding.
+    No terms cancel, since A has no negative eigenvalue. So the norm of the sum is at
+    least that of q. Term k is left out if traceᵏ/(k+1)! is below the rounding error
+    of 1.
 
     Args:
-        trace: a number that no trace of a matrix A exceeds, so no eigenvalue either.
+        trace: an upper bound of the traces of all A, and so of their eigenvalues.
     """
 
     def add(carry: tuple[Array, Array], number: Array) -> tuple[Array, Array]:

@@ -87,16 +87,14 @@ class Schedule(NamedTuple):
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
         on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
-            Set it in two cases:
+            It makes chunks further examples of the batch. TPUs and several GPUs run
+            them by `jax.vmap`. Reasons to set it:
 
-            - `advance` has a branch that depends on data.
-            - `effect` costs as much as `advance`.
-
-            In the first case `jax.vmap`, which runs chunks in parallel on other
-            devices, would compute both sides of the branch. A single GPU runs chunks as
-            further examples of the batch. In the second case a TPU gains nothing: for a
-            v5e the compiler estimates 388 million cycles for the delta rule in
-            parallel, and 367 for one chunk after the other.
+            - `advance` has a branch that depends on data. `jax.vmap` would compute both
+              sides of the branch.
+            - `effect` costs as much as `advance`, so that a TPU gains nothing. For a
+              v5e the compiler estimates 388 million cycles for the delta rule in
+              parallel, and 367 for one chunk after the other.
     """
 
     parallel_chunks: bool = True

@@ -53,21 +53,22 @@ class PreparedMesa(NamedTuple):
     strength: Float[Array, ""]
 
 
-class Learned(NamedTuple):
-    """Results of reading a chunk's tokens into the state before the chunk.
+class TokenUpdates(NamedTuple):
+    """Changes of the regression by each token of a chunk.
 
     Attributes:
-        reach: which rows [B 1 T 1] read the state before the chunk, or None: all.
+        reach: the rows [B 1 T 1] that read the state before the chunk; None: all.
         changes: Z, the product of each key with P before the token.
-        seen: f / (1 + √d), the product of each key with F before the token, scaled.
-        sizes: D, 1 + β kᵀ P k with P before the token.
+        root_changes: f / (1 + √d), with f the product of each key with F before the
+            token.
+        pivots: D, 1 + β kᵀ P k with P before the token.
         errors: E, the errors of the regression after the token.
     """
 
     reach: Bool[Array, "B 1 T 1"] | None
     changes: Float[Array, "B K T H"]
-    seen: Float[Array, "B K T H"]
-    sizes: Float[Array, "B K T"]
+    root_changes: Float[Array, "B K T H"]
+    pivots: Float[Array, "B K T"]
     errors: Float[Array, "B K T V"]
 
 
@@ -76,10 +77,10 @@ class Mesa:
     """Recurrence of a ridge regression. β is its only parameter.
 
     Attributes:
-        output: what a row is. "read": q W. For queries equal to keys, the error of the
-            value after it has been read, v − q W ("error"), or −q W ("change").
+        output: the result of a row. "read": q W. If queries are equal to keys, also
+            "error", v − q W, or "change", −q W, with W after the token has been read.
         unit_rows: divide every row of the matrix that multiplies the values by its
-            length. Only for "error" and "change".
+            Euclidean norm. Only for "error" and "change".
     """
 
     kernel = None
@@ -109,35 +110,35 @@ class Mesa:
         empty = self.empty(None, state.fit.shape, state.fit.dtype)
         before, carried, reaches, joins = through_segments(chunk, state, empty)
         reach = None if reaches is None else reaches[:, None, :, None]
-        learned = _learn(before, prepared, reach)
-        written = strength * learned.changes
+        updates = _updates(before, prepared, reach)
+        written = strength * updates.changes
         if joins is not None:
             written = jnp.where(joins[:, None, :, None], written, 0)
-        over_sizes = written / jnp.sqrt(learned.sizes)[..., None]
+        scaled = written / jnp.sqrt(updates.pivots)[..., None]
         after = MesaState(
-            carried.fit + product("bkth,bktv->bkhv", written, learned.errors),
-            carried.root - product("bkth,bkti->bkhi", over_sizes, learned.seen),
+            carried.fit + product("bkth,bktv->bkhv", written, updates.errors),
+            carried.root - product("bkth,bkti->bkhi", scaled, updates.root_changes),
         )
         if self.output == "read":
-            rows = _read(before, prepared, query, learned)
+            rows = _read(before, prepared, query, updates)
         else:
-            rows = self._errors(key, value, strength, learned)[:, :, None]
+            rows = self._errors(key, value, strength, updates)[:, :, None]
         return after, time_first(rows)
 
     def _errors(
-        self, key: Array, value: Array, strength: Array, learned: Learned
+        self, key: Array, value: Array, strength: Array, updates: TokenUpdates
     ) -> Float[Array, "B K T V"]:
         """Return the rows for queries equal to keys.
 
-        The row of token t has the entries δ_ts − β x·k_s with x = P k_t, for "change"
-        without δ. Since β M x = k_t − x, the sum of their squares is 1 − β x·(k_t + x),
-        or β x·(k_t − x).
+        The row of token t has the entries δ_ts − β x·k_s with x = P k_t, or −β x·k_s
+        for "change". Since β M x = k_t − x, the sum of the squares of the entries is
+        1 − β x·(k_t + x), or β x·(k_t − x).
         """
         change = self.output == "change"
-        rows = learned.errors - (value if change else 0)
+        rows = updates.errors - (value if change else 0)
         if not self.unit_rows:
             return rows
-        x = learned.changes / learned.sizes[..., None]
+        x = updates.changes / updates.pivots[..., None]
         squares = strength * (x * (key - x if change else key + x)).sum(axis=-1)
         return over_root(rows, (squares if change else 1 - squares)[..., None])
 
@@ -175,46 +176,47 @@ def _with_sums(
     )
 
 
-def _learn(
+def _updates(
     before: MesaState, prepared: PreparedMesa, reach: Bool[Array, "B 1 T 1"] | None
-) -> Learned:
-    """Read the tokens of a chunk into the regression."""
+) -> TokenUpdates:
+    """Return the changes of the regression by the tokens of a chunk."""
     chunk, strength = prepared
     _, _, key, value = product_and_arrays(chunk)
     product = products(*chunk[:3], cancel=True)
-    seen = product("bkth,bkhi->bkti", key, before.root)
-    readers = product("bkti,bkhi->bkth", seen, before.root)
-    held = product("bkth,bkhv->bktv", key, before.fit)
+    by_root = product("bkth,bkhi->bkti", key, before.root)
+    by_inverse = product("bkti,bkhi->bkth", by_root, before.root)
+    predicted = product("bkth,bkhv->bktv", key, before.fit)
     if reach is not None:
-        seen, readers = (jnp.where(reach, x, key) for x in (seen, readers))
-        held = jnp.where(reach, held, 0)
-    gram = product("bkth,bksh->bkts", seen, seen)
+        by_root, by_inverse = (jnp.where(reach, x, key) for x in (by_root, by_inverse))
+        predicted = jnp.where(reach, predicted, 0)
+    gram = product("bkth,bksh->bkts", by_root, by_root)
     if chunk.segment is not None:
         same = chunk.segment[:, :, None] == chunk.segment[:, None, :]
         gram = jnp.where(same[:, None], gram, 0)
     identity = jnp.eye(key.shape[2], dtype=key.dtype)[None, None]
-    sizes, solve = unit_factor(identity + strength * gram)
-    changes, seen = (
-        product("bkts,bksh->bkth", solve, rows) for rows in (readers, seen)
+    pivots, inverse = unit_factor(identity + strength * gram)
+    changes, by_root = (
+        product("bkts,bksh->bkth", inverse, rows) for rows in (by_inverse, by_root)
     )
-    errors = product("bkts,bksv->bktv", solve, value - held)
-    wide = 1 + jnp.sqrt(sizes)[..., None]
-    seen = solve_unit_lower(solve / wide, seen / wide, product)
-    return Learned(reach, changes, seen, sizes, errors / sizes[..., None])
+    errors = product("bkts,bksv->bktv", inverse, value - predicted)
+    divisor = 1 + jnp.sqrt(pivots)[..., None]
+    root_changes = solve_unit_lower(inverse / divisor, by_root / divisor, product)
+    errors = errors / pivots[..., None]
+    return TokenUpdates(reach, changes, root_changes, pivots, errors)
 
 
 def _read(
     before: MesaState,
     prepared: PreparedMesa,
     query: Float[Array, "B K G T H"],
-    learned: Learned,
+    updates: TokenUpdates,
 ) -> Float[Array, "B K G T V"]:
     """Return q W of every query: linear attention over changes and errors."""
     chunk, strength = prepared
     product = products(*chunk[:3], cancel=True)
     past = product("bkgth,bkhv->bkgtv", query, before.fit)
-    if learned.reach is not None:
-        past = jnp.where(learned.reach[:, :, None], past, 0)
-    weights = strength * product("bkgth,bksh->bkgts", query, learned.changes)
+    if updates.reach is not None:
+        past = jnp.where(updates.reach[:, :, None], past, 0)
+    weights = strength * product("bkgth,bksh->bkgts", query, updates.changes)
     weights = jnp.where(past_pairs(chunk)[:, None, None], weights, 0)
-    return past + product("bkgts,bksv->bkgtv", weights, learned.errors)
+    return past + product("bkgts,bksv->bkgtv", weights, updates.errors)

@@ -19,9 +19,9 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-# Most tokens of an example whose chunks run in parallel; bounds the memory.
+# Chunks of at most so many tokens of an example run in parallel, to bound the memory.
 PARALLEL_TOKENS = 4096
-# On a single GPU: most tokens · examples · query heads. They need 3 to 6 GiB.
+# On a single GPU: the largest tokens · examples · query heads, which take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 
@@ -42,12 +42,12 @@ def run_parallel_chunks(
 ) -> tuple[Any, Array]:
     """Return the state after a span and its rows, in parallel chunks of `size` tokens.
 
-    First the effect of each chunk is computed, in parallel. A loop then merges them, so
-    that the state before each chunk is known. Last the rows are computed, in parallel.
+    First the effects of all chunks are computed in parallel. A loop then merges them,
+    which gives the state before each chunk. Finally all rows are computed in parallel.
 
     For a TPU v5e the compiler estimates that a constant decay, forward and backward,
-    takes 65 million cycles with one chunk after the other, and 12 in parallel (B 4,
-    T 4096, N 16, H 64).
+    takes 65 million cycles with one chunk after the other, and 12 million in parallel
+    (B 4, T 4096, N 16, H 64).
 
     Args:
         as_examples: True makes chunks further examples of the batch; no mesh may split
@@ -134,8 +134,8 @@ def state_before_device(
     empty = effect(jax.tree.map(lambda x: jnp.zeros_like(x[0]), chunks))
     empty, _ = vary_alike((empty, chunks))
     local, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), empty, chunks)
-    given = recurrence.merge, local, empty, span.segment, axis_name
-    return segment_state_before(*given)[0]
+    merge = recurrence.merge
+    return segment_state_before(merge, local, empty, span.segment, axis_name)[0]
 
 
 def run_on_accelerators(
@@ -146,17 +146,17 @@ def run_on_accelerators(
     span: Span,
 ) -> tuple[Any, Any]:
     """Run chunks in parallel if the schedule allows it, else one after the other."""
-    given = parameters, state, span
+    arrays = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
     one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()
     if not schedule.parallel_chunks or (schedule.on_one_gpu_only and not one_gpu):
-        return scan(partial(run_as_one_chunk, recurrence), size, *given)
+        return scan(partial(run_as_one_chunk, recurrence), size, *arrays)
     batch, _, heads, _ = span.query.shape
     parallel = (
         PARALLEL_TOKENS_ON_GPU // max(1, batch * heads) if one_gpu else PARALLEL_TOKENS
     )
     in_parallel = partial(run_parallel_chunks, recurrence, size, one_gpu)
-    return scan(in_parallel, max(size, parallel // size * size), *given)
+    return scan(in_parallel, max(size, parallel // size * size), *arrays)
 
 
 def run_on_cpus(

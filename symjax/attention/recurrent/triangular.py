@@ -1,7 +1,7 @@
 """Triangular matrices of the tokens of a chunk: systems, inverses and factors.
 
-Everything is made of products of matrices, since triangular solves of `jax.scipy` take
-one step per row on accelerators, and can deadlock on CPUs (`solve_unit_lower`).
+Systems are solved by products of matrices, since triangular solves of `jax.scipy` take
+one step per row on a TPU, and can deadlock on a CPU (`solve_unit_lower`).
 """
 
 from collections.abc import Callable
@@ -51,8 +51,9 @@ def _inverse_unit_lower(
     With P and Q the inverses of two neighbouring blocks of n rows, the inverse of the
     block of 2n rows is [[P, 0], [−Q A₂₁ P, Q]]. That of 2 rows is I − A.
 
-    The blocks are halved first, so that slices find all A₂₁. A gather of the diagonal
-    blocks would be slower and make a longer program.
+    First the matrix is cut in halves, then its diagonal blocks, and so on, so that
+    slices give each A₂₁. A gather of the diagonal blocks would be slower and make a
+    longer program.
     """
     *lead, length, _ = below.shape
     size = max(2, 1 << (length - 1).bit_length())
@@ -82,9 +83,8 @@ def unit_factor(
 ) -> tuple[Float[Array, "*B T"], Float[Array, "*B T T"]]:
     """Return D and N with N A Nᵀ = diag(D), where N is unit lower triangular.
 
-    So A = L diag(D) Lᵀ with L = N⁻¹, and A⁻¹ = Nᵀ diag(1/D) N. The derivative is two
-    products with N: with X = N dA Nᵀ, dD is the diagonal of X, and dN is
-    −(X below its diagonal) diag(1/D) N.
+    So A = L diag(D) Lᵀ with L = N⁻¹, and A⁻¹ = Nᵀ diag(1/D) N. The derivative is: with
+    X = N dA Nᵀ, dD is the diagonal of X, and dN is −(X below its diagonal) diag(1/D) N.
 
     Time O(T³). All numbers are NaN unless A is positive definite.
 
@@ -102,19 +102,19 @@ def unit_factor(
 
 @unit_factor.defjvp
 def _unit_factor_derivative(primals: tuple, tangents: tuple) -> tuple[tuple, tuple]:
-    sizes, inverse = unit_factor(*primals)
+    pivots, inverse = unit_factor(*primals)
     (change,) = tangents
     change = (change + jnp.swapaxes(change, -1, -2)) / 2
     change = einsum("...ij,...jk,...lk->...il", inverse, change, inverse)
-    below = jnp.tril(change, -1) / sizes[..., None, :]
+    below = jnp.tril(change, -1) / pivots[..., None, :]
     tangent = (
         jnp.diagonal(change, axis1=-2, axis2=-1),
         -einsum("...ij,...jk->...ik", below, inverse),
     )
-    return (sizes, inverse), tangent
+    return (pivots, inverse), tangent
 
 
 def root_of_inverse(matrix: Float[Array, "*B T T"]) -> Float[Array, "*B T T"]:
     """Return F with F Fᵀ = A⁻¹ of a symmetric positive definite matrix, else NaN."""
-    sizes, inverse = unit_factor(matrix)
-    return jnp.swapaxes(inverse / jnp.sqrt(sizes)[..., None], -1, -2)
+    pivots, inverse = unit_factor(matrix)
+    return jnp.swapaxes(inverse / jnp.sqrt(pivots)[..., None], -1, -2)

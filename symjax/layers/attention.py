@@ -14,7 +14,7 @@ the mechanism come from a `Part` (`symjax.layers.parts`). `Mixer` runs the mecha
 λ. `symjax.attention.differential` has the formula of differential attention. A V1 layer
 computes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init in `Attention.lam`. By default
 λ_init depends on the depth (`_add_lambda`). A V2 layer computes λ = sigmoid(W x) in
-`operands`.
+`Attention.operands`.
 """
 
 from functools import partial
@@ -65,8 +65,8 @@ class Attention(nnx.Module):
     """Self-attention with the choices of model.attention.
 
     The mechanisms gau and flash have a `GatedBlock` instead. Attention is causal in
-    decoders. In an encoder a token sees all tokens except padding, or
-    with model.attention.window the near ones on both sides.
+    decoders. In an encoder a token sees all tokens except padding, or with
+    model.attention.window the near ones on both sides.
 
     With differential V1, each head has two branches of size width/(2N), or
     model.head_size, and values of twice that size. Its output passes an RMSNorm and is
@@ -77,8 +77,8 @@ class Attention(nnx.Module):
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. A V1 head then joins its two branches to one
-    value. The cache of a score mechanism holds the values alone, and `keys_of` makes
-    the keys from them.
+    value. The cache of a score mechanism then holds the values alone, and `keys_of`
+    makes the keys from them.
 
     Args:
         options: the model's configuration.

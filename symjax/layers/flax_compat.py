@@ -44,8 +44,8 @@ def attention_fn(
             have, or a mechanism that needs an array which Flax's layers do not have.
             The returned function raises on dropout of weights, on storing them
             (`sow_weights`), on Linen's own einsums, on masks and biases that the
-            mechanism cannot apply, and on causality unless there are T queries or one
-            query for T keys.
+            mechanism cannot apply, and on causality unless there are as many queries as
+            keys, or one query.
     """
     form = _form(mechanism, options)
     causal = is_causal

@@ -76,8 +76,8 @@ class Mixer:
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
-        Heads that share a noise map have one noise head in score mechanisms, and one
-        noise head each, with a state each, in recurrences.
+        In score mechanisms, heads that share a noise map also share its query head. In
+        recurrences each head has a query head and a state of its own for the noise.
         """
         shares = self.signals == 1 or self.entry.implementations
         return self.sizes if shares else self.sizes.repeat_noise()

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of Flax NNX, with a derivative that needs less memory.
+"""LayerNorm and RMSNorm of Flax NNX, whose backward pass keeps one array like x.
 
     def layer_norm(x, scale, bias):          # RMSNorm: no mean, no bias
         distance = x - x.mean()

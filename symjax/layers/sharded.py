@@ -54,7 +54,7 @@ def time_axis(length: int, group_size: int = 1) -> str | None:
 
 
 def constrain(x: Array, *axes: str | tuple[str, ...] | None) -> Array:
-    """Return `x` laid out over the named mesh axes, one entry per dimension.
+    """Return `x` sharded over the named mesh axes, one entry per dimension.
 
     Raises:
         ValueError: outside jax.jit, `x` is not placed over the mesh.

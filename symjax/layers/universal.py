@@ -61,8 +61,8 @@ class UniversalBlock(nnx.Module):
     plus the remainder.
 
     The paper does not divide by |s_r|. Without the division about 90 % of tokens halted
-    in their first step within 300 steps of configs/universal.py:tiny, and a token that
-    halts in its first step gives the halting weights no gradient.
+    in their first step after at most 300 training steps of configs/universal.py:tiny. A
+    token that halts in its first step gives the halting weights no gradient.
 
     All tokens are computed in every step, so the cost is depth times that of a block.
     Halting is a threshold, so rounding can make a token halt one step later, and

@@ -44,7 +44,7 @@ class Chip(NamedTuple):
     def speed(self, devices: int) -> float:
         """Return the bytes per second that each of `devices` chips sends.
 
-        If a group has fewer chips, all bytes count as network traffic, since rings
+        If they do not fit one group, all bytes count as network traffic, since rings
         cross the border of the group.
         """
         return self.link if devices <= self.group else self.network

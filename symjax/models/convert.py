@@ -126,7 +126,8 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
 
     Warm starts (`changes` names their keys, except classes):
     - another mechanism, option or scaling of RoPE: the weights stay as they are;
-    - symmetric keys from projected ones: the mean of both projections;
+    - symmetric keys from projected ones: one projection, the mean of those of queries
+      and keys;
     - differential V1 from one map: the halves of a head become its branches, each with
       its own half of a metric or feature map; the new norm per head changes the
       function;
@@ -316,8 +317,8 @@ def _attention(layer: Params, source: config.Model, target: config.Model) -> Par
 def _ungrouped(layer: Params, before: int, after: int) -> Params:
     """Repeat each key/value head `after // before` times.
 
-    The features of a head are adjacent, with both branches. The norms of queries and
-    keys are shared by all heads.
+    The features of a head are adjacent, those of both branches included. All heads
+    share the norms of queries and keys, so these stay.
     """
     if before == after:
         return dict(layer)

@@ -25,7 +25,7 @@ def fit_statistics(model: Model, inputs: Any) -> None:
 
     Args:
         model: it is changed in place.
-        inputs: token ids [B T] or images, none of which the model is evaluated on:
+        inputs: token ids [B T] or images. The model may not be evaluated on them:
             statistics of the same text would tell earlier tokens about later ones. In a
             row of an encoder, repetitions of its text replace the padding.
     Raises:

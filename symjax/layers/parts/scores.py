@@ -1,7 +1,7 @@
 """Weights of score mechanisms: forget gates, sinks, learned factors of the scores.
 
-A law (model.attention.length_scale) is a factor of the scores that depends on the
-number of keys that a query sees.
+A law of length (model.attention.length_scale) changes the scores by the number of
+visible keys, or by the distance between query and key.
 """
 
 from typing import Any

@@ -17,8 +17,8 @@ from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
 LARGEST_HEAD = 512
-# Most lanes of all query heads that share a key head, together. The backward kernel
-# keeps their gradients in VMEM, which has no room for more.
+# Most lanes of the query heads of one key head, added up. The backward kernel keeps
+# their gradients in VMEM, which has no room for more.
 MOST_LANES = 2**14
 
 

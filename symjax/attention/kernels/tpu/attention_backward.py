@@ -71,7 +71,7 @@ def _row_sums(change, output, second, lam, sums) -> None:
 def backward(
     plan: AttentionPlan,
     operands: AttentionOperands,
-    seen: RowIntervals,
+    intervals: RowIntervals,
     change: Float[Array, "B T N*V"],
     normaliser: Float[Array, "B N maps T"],
     sums: Float[Array, "B N maps T"],
@@ -87,10 +87,11 @@ def backward(
     wide = operands.query.dtype.itemsize + jnp.dtype(dtypes[0]).itemsize
     row = plan.query_width * wide + plan.value_size * change.dtype.itemsize
     held = attention_plan.held(plan, plan.length, size, row)
+    # A stretch is the rows that are in VMEM at once.
     stretch, count = held * size, -(-plan.keys // keys)
     stretches = -(-plan.length // stretch)
-    bounds = blocks_of_keys(seen, plan.keys, size, keys)
-    visits, scalars = BlockVisits.of(bounds, seen.first)
+    bounds = blocks_of_keys(intervals, plan.keys, size, keys)
+    visits, scalars = BlockVisits.of(bounds, intervals.first)
 
     def rows(b, k, j, g, i, scalars):
         near = visits.nearest(scalars, b, j, i, held)

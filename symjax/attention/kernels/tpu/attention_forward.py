@@ -21,7 +21,7 @@ EMPTY = -1e30  # the running max of a row that has seen no key
 
 
 def forward(
-    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
+    plan: AttentionPlan, operands: AttentionOperands, intervals: RowIntervals
 ) -> tuple[Array, Array | None, Float[Array, "B N maps T"]]:
     """Return the outputs and what the backward kernel needs.
 
@@ -35,8 +35,8 @@ def forward(
     row += plan.value_size * operands.value.dtype.itemsize
     held = attention_plan.held(plan, plan.keys, keys, row)
     count = -(-plan.length // size)
-    bounds = blocks_of_rows(seen, plan.keys, size, keys)
-    visits, scalars = BlockVisits.of(bounds, seen.first)
+    bounds = blocks_of_rows(intervals, plan.keys, size, keys)
+    visits, scalars = BlockVisits.of(bounds, intervals.first)
 
     def rows(b, n, i, j, scalars):
         return b, n, i
@@ -96,7 +96,7 @@ def _kernel(
     denominator,
     numerator,
 ) -> None:
-    """Attend from a block of rows to the keys in VMEM.
+    """Attend from a block of rows to the keys in VMEM, a stretch of the keys.
 
     The denominator of a row is kept as 128 partial sums, which are added at the end.
     """

@@ -15,8 +15,8 @@ arXiv:2307.08691). So in bfloat16, if all values share a large mean, the gradien
 queries and keys lose digits (docs/performance/gpu.md has figures).
 
 One pass over the keys computes both maps of differential attention. Heads that are
-whole tiles of 128 lanes are read in the layout of the projections, [B T N·H], without a
-transposed or repeated copy.
+whole tiles of 128 lanes are read as products with weights write them, [B T N·H],
+without a transposed or repeated copy.
 
 Costs in millions of cycles, for B 4, T 4096, N 16 on a v5e, causal, bfloat16. Softmax
 has heads of 128; differential V1 has halves of 64 and values of 128. The costs of these
@@ -97,7 +97,7 @@ def attend_in_tiles(
         interpret: run on any machine, slowly: True, or pltpu.InterpretParams.
     """
     length, keys = query.shape[1], key.shape[1]
-    seen, count = seen_by_rows(
+    intervals, count = seen_by_rows(
         length,
         keys,
         keys - length if first is None else first,
@@ -112,8 +112,8 @@ def attend_in_tiles(
         query, key, value, lam, scale, window, sizes, interpret
     )
     by_row = mask_self or runs is not None
-    operands = with_limits(operands, seen, count, length_base, by_row)
-    output: Array = _attend(plan, *vary_alike((operands, seen)))
+    operands = with_limits(operands, intervals, count, length_base, by_row)
+    output: Array = _attend(plan, *vary_alike((operands, intervals)))
     return split_heads(plan, output, value)
 
 
@@ -172,7 +172,7 @@ def plan_of_window(
 
 def with_limits(
     operands: AttentionOperands,
-    seen: RowIntervals,
+    intervals: RowIntervals,
     count: Int[Array, "b T"],
     length_base: float | None,
     by_row: bool,
@@ -187,8 +187,10 @@ def with_limits(
         factor = log_scale(count, length_base)[:, None].astype(jnp.float32)
     return operands._replace(
         factor=factor,
-        rows=seen.rows if by_row else None,
-        exists=None if seen.exists is None else seen.exists[:, None].astype(jnp.int32),
+        rows=intervals.rows if by_row else None,
+        exists=None
+        if intervals.exists is None
+        else intervals.exists[:, None].astype(jnp.int32),
     )
 
 
@@ -212,25 +214,25 @@ def _by_row(lam: Float[Array, "#B #T N"], shape: tuple) -> Float[Array, "B N 1 T
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
+    plan: AttentionPlan, operands: AttentionOperands, intervals: RowIntervals
 ) -> Float[Array, "B T N*V"]:
-    return forward(plan, operands, seen)[0]
+    return forward(plan, operands, intervals)[0]
 
 
 def _forward(
-    plan: AttentionPlan, operands: AttentionOperands, seen: RowIntervals
+    plan: AttentionPlan, operands: AttentionOperands, intervals: RowIntervals
 ) -> tuple[Array, tuple]:
-    found = checkpoint_name(forward(plan, operands, seen), RESIDUAL)
+    found = checkpoint_name(forward(plan, operands, intervals), RESIDUAL)
     output, second, normaliser = found
-    return output, (operands, seen, output, second, normaliser)
+    return output, (operands, intervals, output, second, normaliser)
 
 
 def _backward(
     plan: AttentionPlan, residuals: tuple, change: Array
 ) -> tuple[AttentionOperands, None]:
-    operands, seen, output, second, normaliser = residuals
+    operands, intervals, output, second, normaliser = residuals
     sums = row_sums(plan, change, output, second, operands.lam)
-    query, key, value = by_bands(plan, operands, seen, change, normaliser, sums)
+    query, key, value = by_bands(plan, operands, intervals, change, normaliser, sums)
     lam = None if second is None else -sums[:, :, 1:]
     return AttentionOperands(query, key, value, lam, None, None, None), None
 
@@ -241,7 +243,7 @@ _attend.defvjp(_forward, _backward)
 def by_bands(
     plan: AttentionPlan,
     operands: AttentionOperands,
-    seen: RowIntervals,
+    intervals: RowIntervals,
     change: Array,
     normaliser: Array,
     sums: Array,
@@ -255,7 +257,7 @@ def by_bands(
     limit = plan.gradients // (4 * plan.query_width * plan.groups)
     limit = max(limit // plan.block, 1) * plan.block
     if plan.length <= limit:
-        return backward(plan, operands, seen, change, normaliser, sums, dtypes)
+        return backward(plan, operands, intervals, change, normaliser, sums, dtypes)
     queries, keys, values = [], 0, 0
     for start in range(0, plan.length, limit):
         stop = min(start + limit, plan.length)
@@ -276,7 +278,9 @@ def by_bands(
                 factor=band(operands.factor, 2),
                 rows=band(operands.rows, 2),
             ),
-            seen._replace(rows=band(seen.rows, 2), first=seen.first + start),
+            intervals._replace(
+                rows=band(intervals.rows, 2), first=intervals.first + start
+            ),
             band(change, 1),
             band(normaliser, 3),
             band(sums, 3),

@@ -156,8 +156,8 @@ class Kernels(NamedTuple):
     # Chunks per iteration of the forward kernel. Above 1 the blocks that it saves have
     # one more axis.
     together: int = 1
-    # Whether policies of `jax.checkpoint` may save the residuals. Otherwise the
-    # backward pass runs the forward kernel again.
+    # Whether policies of `jax.checkpoint` may save the residuals. If not, the backward
+    # pass under `jax.checkpoint` runs the forward kernel again.
     saved: bool = True
     reads_output: bool = False  # whether the backward kernel reads the output
 

@@ -96,9 +96,8 @@ def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
 def exponents(plan: ChunkPlan, refs: FeatureOperands) -> list[Float[Array, "c P*M"]]:
     """Return the base-2 exponents of query and key features.
 
-    If XLA computes the features, return the features.
-
-    The last axis has the features of one packed head after those of the other.
+    If XLA computes the features, return the features. The last axis has those of the
+    heads of a tile, one head after the other.
     """
     if refs.rows is None:
         return [refs.query[...], refs.key[...]]

@@ -12,9 +12,9 @@ maxima, and 1 / denominator of each row. If the kernels compute the features, th
 is saved in the dtype of the operands, and otherwise in float32.
 
 Values have lanes of ones beside them, so that one product gives numerator and
-denominator. Two heads of 64 share a tile of 128 lanes (`packed_heads.py`). Their random
-projection is then block-diagonal, and the ones of one head are in the lanes of the
-other head's values.
+denominator. Small heads share a tile of 128 lanes, for instance two of 64
+(`packed_heads.py`). Their random projection is then block-diagonal, and the ones of a
+head are in the lanes of the other heads' values.
 
 Operands of products keep their dtype, and float32 products keep all bits. Sums are
 float32. With bfloat16 operands the random projection is split into two bfloat16 parts,
@@ -168,12 +168,12 @@ def _backward(
         dtype, past = values.dtype, faded(before[head], weights.fade)
         changes.append(_of_row(plan, change[...], output[...], head))
         read = where(seen.reaches, changes[head], 0).astype(dtype)
-        grow = changes[head].astype(dtype)
+        row_change = changes[head].astype(dtype)
         scales.append(column(inverse[head : head + 1, :]))
         weighed = weights.row * jnp.maximum(scales[head], 0)
         row, keys = weighed.astype(dtype), weights.key.astype(dtype)
         scores = jnp.where(seen.pairs, product(row, keys, ACROSS), 0).astype(dtype)
-        pairs = product(grow, values, ACROSS)
+        pairs = product(row_change, values, ACROSS)
         pairs = jnp.where(seen.pairs, pairs, 0).astype(dtype)
         later = state_change[head].astype(dtype)
         of_query = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
@@ -184,7 +184,7 @@ def _backward(
         else:
             query_change[head] = of_query * weighed
             key_change[head] = near * weights.key + far * weights.joining
-        value_change[head] = product(scores, grow, TURNED) + product(
+        value_change[head] = product(scores, row_change, TURNED) + product(
             weights.joining.astype(dtype), later, ACROSS
         )
         here = product(read, row, TURNED) * weights.fade
@@ -196,14 +196,14 @@ def _backward(
         state = before[head].astype(jnp.float32)
         own, past = exact_weights(t, seen, query, key, highest[head : head + 1, :])
         values = values_of(plan, refs, head).astype(jnp.float32)
-        grow = pick(changes[head], t) * -pick(scales[head], t)
-        pairs = own * (values * grow).sum(axis=-1, keepdims=True)
+        row_change = pick(changes[head], t) * -pick(scales[head], t)
+        pairs = own * (values * row_change).sum(axis=-1, keepdims=True)
         first = jax.lax.broadcasted_iota(jnp.int32, (8, width(plan)), 0) == 0
-        first = jnp.where(first, grow, 0.0)
+        first = jnp.where(first, row_change, 0.0)
         of_past = past * product(first, state, PLAIN)[:1]
         query_change[head, pl.ds(t, 1), :] = pairs.sum(axis=0, keepdims=True) + of_past
         key_change[head] += pairs
-        value_change[head] += own.sum(axis=-1, keepdims=True) * grow
+        value_change[head] += own.sum(axis=-1, keepdims=True) * row_change
         past = jnp.broadcast_to(past, (8, features(plan, refs)))
         state_change[head] += product(first, past, TURNED)
 

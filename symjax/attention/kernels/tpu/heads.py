@@ -1,4 +1,4 @@
-"""TPU kernels that rotate or normalise heads in the layout of the projections.
+"""TPU kernels that rotate or normalise heads without a change of layout.
 
 Heads [B T N H] whose size H is a multiple of 128 are read as [B T N·H], the layout in
 which products with weights write them and kernels of attention read them. For a

@@ -1,4 +1,4 @@
-"""Packed heads: several heads in one tile of 128 lanes, in the layout of projections.
+"""Packed heads: several heads in one tile of 128 lanes.
 
 A tile holds 128/H heads of size H, for instance two of 64. To multiply one head, the
 other heads of its tile are set to 0. So a NaN in one head reaches the other heads of

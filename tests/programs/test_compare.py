@@ -446,7 +446,7 @@ def test_the_output_says_what_was_matched_and_tuned():
     one = run(1.0, 1.0, 0)._replace(batches=3, all_batches=3)
     found = compared({"a": [one], "b": [one]}, matches=[match], choices=choices)
     said = "\n".join(found.text)
-    assert "b: model.feedforward 128 → 136, 1,010 parameters, +1.00% of the" in said
+    assert "b: model.feedforward 128 → 136, 1,010 parameters, +1.00% from the" in said
     assert "tuned: a: rate=2 (the largest tried); losses: rate=1 3.0000" in said
     assert "on all 3 held-out batches of the rows not used to tune" in found.text[0]
     assert found.tables[0].columns[-1] == "tuned"

@@ -69,8 +69,8 @@ def save_pretrained(
     as separate key weights. Weights are float32.
 
     A subword tokenizer is written as tokenizer.json, which AutoTokenizer of
-    transformers reads. Byte and character tokenizers are described in symjax.json,
-    and a warning says that AutoTokenizer finds none.
+    transformers reads. Byte and character tokenizers are described in symjax.json; in
+    the format of transformers, a warning says that AutoTokenizer finds none.
 
     Args:
         folder: created if it is missing; also gs://BUCKET/FOLDER. Weights, settings and

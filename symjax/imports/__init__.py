@@ -1,10 +1,10 @@
 """User code that adds mechanisms, feature maps and decays to the tables of symjax.
 
-There are three ways to run such code: `--import FILE.py` or `--import PACKAGE.MODULE`;
-a configuration file that adds to the tables; and an installed package with an entry
-point in the group `symjax.mechanisms`. Checkpoints store the source text of the code
-that their model needs. Stored source runs only if the user asks for it by
-`--import stored`.
+There are three ways to run such code: `--import FILE.py` or `--import PACKAGE.MODULE`
+(`imports=` in Python); a configuration file that adds to the tables; and an installed
+package with an entry point in the group `symjax.mechanisms`. Checkpoints store the
+source text of the code that their model needs. Stored source runs only if the user asks
+for it by `--import stored`.
 
 `running` runs code and notes what the code adds. `sources` collects the source text of
 code. `stored` compares the source in a checkpoint with the code of this process, or

@@ -30,10 +30,10 @@ ACTIVATIONS = {
 }
 
 # Value of model.remat → results that are saved for the backward pass. All policies save
-# the results of attention kernels, with three exceptions: cuDNN, the TPU kernels of
-# feature maps, and the states of the GPU kernels of feature maps. "dots" does not save
-# every product with weights: with all of them, a model of 1b parameters would fill the
-# 16 GB of a TPU v5e.
+# the results of attention kernels, except those of other packages (cuDNN, jla), of the
+# TPU kernels of feature maps, and the states of the GPU kernels of feature maps. "dots"
+# does not save every product with weights: with all of them, a model of 1b parameters
+# would fill the 16 GB of a TPU v5e.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

@@ -223,7 +223,8 @@ def _keys_and_rows(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
     """Split a mask of pairs into visible keys, and rows that see any key.
 
     Flax's padding masks are products of both. Other masks, such as causal ones, raise.
-    Under `jax.jit` the values are not known: rows of such a mask become NaN.
+    Under `jax.jit` the values of a mask are not known, so other masks make the output
+    NaN.
 
     Returns:
         visible keys [#B 1 1 S], and factors of the rows [#B T 1 1] (1, 0 or NaN), or

@@ -26,7 +26,7 @@ class Role(nnx.Module):
         draw = nnx.initializers.normal(0.02)
         self.dtype = dtype
         # Other implementations start with scales near 0. Near 1, the held-out loss of
-        # configs/gau.py:tiny after 300 steps is 1.98 instead of 2.16.
+        # configs/gau.py:tiny after 300 training steps is 1.98 instead of 2.16.
         self.scale = nnx.Param(1 + draw(rngs.params(), (size,)))
         self.bias = nnx.Param(jnp.zeros((size,)))
 
@@ -46,7 +46,7 @@ class GatedBlock(nnx.Module):
     gau    attention to all tokens; weights are divided by model.length in a decoder,
            and by the number of visible tokens in an encoder
     flash  attention in groups of chunk_size tokens, plus linear attention across groups
-           with a second query and key; both are divided by the size of a group
+           with a second query and key; all weights are divided by the size of a group
 
     Args:
         options: the model's configuration. z has model.head_size features, by default

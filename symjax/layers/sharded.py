@@ -81,7 +81,7 @@ def per_device(
 ) -> Any:
     """Call function(**operands) on each device, for its own examples and heads.
 
-    The call is inside a `jax.shard_map`. Without it the compiler would gather the batch
+    The call is inside a `jax.shard_map`. Otherwise the compiler would gather the batch
     on every device if the function loops over examples. A mesh of one device needs no
     `shard_map`.
 

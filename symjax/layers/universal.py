@@ -51,14 +51,13 @@ def halt(
 
 
 class UniversalBlock(nnx.Module):
-    """One block applied up to `depth` times, as often as each token needs.
+    """One block applied `depth` times; a token that has halted no longer changes.
 
     s_r = block(s_{r−1} + e_r), p_r = sigmoid(W s_r/|s_r| + b), out = Σ_r w_r s_r
 
     s_0 is the input, e_r a learned embedding of the step, b = 1 at first, and the
-    weights w_r of `halt` sum to 1. The state of a token that has halted no longer
-    changes; other tokens still see it. A token's ponder cost is the number of its steps
-    plus the remainder.
+    weights w_r of `halt` sum to 1. Other tokens still see the state of a token that has
+    halted. A token's ponder cost is the number of its steps plus the remainder.
 
     The paper does not divide by |s_r|. Without the division about 90 % of tokens halted
     in their first step after at most 300 training steps of configs/universal.py:tiny. A

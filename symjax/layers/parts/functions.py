@@ -45,10 +45,10 @@ def _scaled_queries(
 def _flops_of_function(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of a function of QQᵀ.
 
-    In an encoder they are those of QᵀQ, of QᵀV, and of Q times their product. In a
-    decoder a resolvent costs as much as the Mesa layer. The other functions are power
-    series, of which each term reads a state [H H]. exp and expm1 count with 128 terms,
-    though they need fewer for small scores.
+    An encoder computes QᵀQ, QᵀV, and Q times a matrix [H V]. In a decoder a resolvent
+    costs as much as the Mesa layer. The other functions are power series, of which each
+    term reads a state [H H]. exp and expm1 count with 128 terms, though they need fewer
+    for small scores.
     """
     sizes = mixer.sizes
     if not mixer.causal:

@@ -107,8 +107,8 @@ def score_flops(mixer: Any, length: int) -> float:
 def recurrence_flops(mixer: Any, features: int, length: int) -> float:
     """Return the operations per token of a recurrence.
 
-    They are those of reading and writing a state of features × values, and of the pairs
-    in a chunk.
+    A token reads and writes a state of features × values, and is paired with the tokens
+    of its chunk.
 
     Args:
         mixer: `symjax.layers.mixer.Mixer`.

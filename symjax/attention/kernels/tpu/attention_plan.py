@@ -71,8 +71,8 @@ class AttentionOperands(NamedTuple):
 class BlockVisits(NamedTuple):
     """Blocks that each block of rows (or of keys) visits, as scalars in SMEM."""
 
-    count: int  # blocks that visit others
-    by_example: bool  # whether examples have visits of their own
+    count: int  # number of blocks of rows (or of keys)
+    by_example: bool  # whether visits differ between examples
 
     @classmethod
     def of(cls, bounds: Int[Array, "b 4 count"], first: Array):

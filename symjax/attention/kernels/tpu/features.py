@@ -304,7 +304,7 @@ def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     """Return FLOPs and exponentials of the forward and the backward kernel.
 
     FLOPs are those of products for exponents, for pairs and for the state, in whole
-    tiles. Those of float32 count six times.
+    tiles. Products of float32 count six times.
     """
     tokens = plan.batch * plan.heads * plan.length
     count = features(plan, operands)

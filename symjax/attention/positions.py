@@ -15,7 +15,7 @@ from symjax.attention.core.arguments import (
     check_positive,
 )
 from symjax.attention.core.products import einsum
-from symjax.attention.scores.rotation import turned
+from symjax.attention.scores.rotation import rotated
 
 
 def rotate(
@@ -75,9 +75,9 @@ def rotate(
         cos, sin = (x * jnp.asarray(attention_factor, wide) for x in (cos, sin))
     shape = (-1, 2) if interleaved else (2, -1)
     if turning < size:
-        part = turned(shape, x[..., :turning], cos, sin)
+        part = rotated(shape, x[..., :turning], cos, sin)
         return jnp.concatenate([part, x[..., turning:]], axis=-1)
-    return turned(shape, x, cos, sin)
+    return rotated(shape, x, cos, sin)
 
 
 def turning_features(shape: tuple[int, ...], share: float) -> int:

@@ -38,9 +38,13 @@ If one program is lowered for several platforms, the kernel computes the call on
 platform and the fallback on the others.
 
 `implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
-raises an error with the reason of a refusal. The kernel itself refuses a wrong device
-or mesh. `implementation=` of decay_causal and delta_causal may name a kernel of
+raises an error with the reason of a refusal. The `refusal` of a kernel also refuses
+wrong devices, except that machines without a TPU interpret the kernels for TPUs.
+`implementation=` of decay_causal and delta_causal may name a kernel of
 `OF_RECURRENCES`, which runs only in this way.
+
+`run_heads` chooses separately: between XLA and the kernels that rotate or normalise the
+heads of queries and keys on a TPU (`tpu.heads`).
 
 The module of a kernel is imported when a call first tries the kernel.
 """
@@ -106,8 +110,8 @@ class KernelSource(NamedTuple):
 class RepeatedNoise(NamedTuple):
     """Kernel of grouped differential attention, made of a kernel for pairs of maps.
 
-    If r signal heads share a noise head, the noise head is repeated for each of them,
-    and its map is computed r times.
+    If r signal heads share a noise head, the noise head is repeated for each signal
+    head, and its map is computed r times.
     """
 
     kernel: Kernel
@@ -232,7 +236,8 @@ def run_named(
 def supports_heads(x: Float[Array, "B T N H"]) -> bool:
     """Return whether a TPU kernel may rotate or normalise these heads.
 
-    The program runs on a TPU, and heads and blocks of tokens are whole tiles.
+    It may if the program runs on a TPU, T and H are multiples of 128, and the dtype is
+    bfloat16 or float32.
     """
     whole = 0 < x.size and x.shape[1] % TILE == x.shape[3] % TILE == 0
     return on_tpu() and whole and x.dtype in (jnp.bfloat16, jnp.float32)

@@ -17,13 +17,13 @@ from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 # saves this name, the backward pass does not run the kernel again.
 RESIDUAL = "attention_residual"
 
-LARGEST_HEAD = 256  # head size that recurrent kernels support
+LARGEST_HEAD = 256  # the largest head size that a kernel of recurrences supports
 MOST_FEATURES = 1024
 NEVER = -1e30  # log-decay that forgets the state; unlike −∞, no difference is NaN
 
 
 def unsupported(tokens: Tokens) -> str | None:
-    """Return why all kernels of recurrences refuse these arrays, or None."""
+    """Return why no kernel of a recurrence supports these arrays; None if one may."""
     query, key, value = tokens[:3]
     dtype = jnp.result_type(query, key, value)
     if query.shape[1] < TILE:
@@ -38,15 +38,15 @@ def unsupported(tokens: Tokens) -> str | None:
 
 
 def key_features(maps: Features, key: Array, parameters: Any) -> LogFeatures:
-    """Return the shapes of the features of keys, without computing them."""
+    """Return the shapes of the features of keys; no feature is computed."""
     like = jax.ShapeDtypeStruct(key.shape, jnp.float32)
     return jax.eval_shape(maps.key, like, parameters)
 
 
 def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
-    """Return the number of features of a key, without computing them.
+    """Return the number of features of a key; no feature is computed.
 
-    It is None if the features have both an amplitude and an exponent.
+    The result is None if the features have both an amplitude and an exponent.
     """
     amplitude, exponent, _ = key_features(maps, key, parameters)
     parts = [x for x in (amplitude, exponent) if x is not None]
@@ -54,16 +54,16 @@ def feature_count(maps: Features, key: Array, parameters: Any) -> int | None:
 
 
 def log_decay_of(
-    own: Sequence[Array], parameters: Float[Array, "K 1"] | None
+    operands: Sequence[Array], parameters: Float[Array, "K 1"] | None
 ) -> Float[Array, "#B #T K F"]:
     """Return the log-decay of each token, or the one that all tokens share."""
-    return own[0] if parameters is None else parameters[None, None]
+    return operands[0] if parameters is None else parameters[None, None]
 
 
-def seen_decays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
+def visible_arrays(tokens: Tokens, log_decay: Array | None, beta: Array | None) -> list:
     """Return query, key, value, log-decays of each head or channel, and β.
 
-    All but the query are 0 for hidden tokens. The first token of a segment has the
+    All except the query are 0 for hidden tokens. The first token of a segment has the
     log-decay `NEVER`, so that it forgets the segment before.
     """
     query, key, value, visible, segment = VisibleTokens.of(tokens)
@@ -94,7 +94,7 @@ def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
 def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
     """Return bfloat16 arrays, the largest first, whose sum is near a float32 array.
 
-    Each holds 8 of the 24 bits of a number; three are exact.
+    Each has 8 of the 24 bits of a number, so the sum of three is exact.
     """
     parts = []
     for _ in range(count):

@@ -24,9 +24,9 @@ from symjax.attention.core.sequence import gather
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.arguments import ScoreArguments
 
-# The least log-decay: smaller ones count as this one. Otherwise the sum would lose the
-# digits of later gates, and with −∞ the difference of two sums would be NaN.
-CLOSED = -1e4
+# Smaller log-decays count as this one. Otherwise their sum would lose the digits of
+# later log-decays, and with −∞ the difference of two sums would be NaN.
+LEAST_LOG_DECAY = -1e4
 
 
 def adjustment_of(
@@ -76,7 +76,7 @@ def _decays(
     """
     batch, keys, kv_heads = arguments.key.shape[:3]
     log_decay = jnp.broadcast_to(log_decay, (log_decay.shape[0], keys, kv_heads))
-    log_decay = jnp.maximum(log_decay, CLOSED)
+    log_decay = jnp.maximum(log_decay, LEAST_LOG_DECAY)
     if arguments.axis_name is not None:
         log_decay = gather(log_decay, arguments.axis_name)
     if arguments.mask is not None:

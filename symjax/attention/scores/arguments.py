@@ -1,4 +1,4 @@
-"""Arguments of score mechanisms, and what they must be."""
+"""Arguments of score mechanisms, and their checks."""
 
 import math
 from dataclasses import dataclass, replace
@@ -177,13 +177,13 @@ class ScoreArguments:
 
 
 def _broadcasts(array: Array, shape: tuple[int, ...]) -> bool:
-    """Return whether an array with as many axes broadcasts to a shape."""
+    """Return whether an array broadcasts to a shape and has as many axes."""
     sizes = zip(array.shape, shape, strict=False)
     return array.ndim == len(shape) and all(x in (1, y) for x, y in sizes)
 
 
 def _checked_base(who: str, base: float | None) -> float | None:
-    """Return the base of the length scale as a number of Python; None: no scale."""
+    """Return the base of the length scale as a Python float; None: no scale."""
     if base is None:
         return None
     if not isinstance(base, int | float | np.number):

@@ -266,7 +266,7 @@ def _law(length_scale: str | tuple[Array, Array] | None) -> str | None:
 def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
-    With `lam`, bias, slope and mask have an entry per group of heads (G). It is
+    With `lam`, bias, alibi and mask have an entry per group of heads (G). The entry is
     repeated for each query head of the group.
 
     Args:
@@ -333,7 +333,7 @@ def _visibility(arguments: ScoreArguments) -> Visibility:
 
 
 def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
-    """Return the engine of row blocks; that of windows if both bounds are set."""
+    """Return the engine of row blocks, or of windows if the window has two bounds."""
     if None in operands.visibility.window:
         return attend_rows
     return attend_window if axis_name is None else attend_window_of_device

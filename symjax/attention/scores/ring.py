@@ -26,7 +26,7 @@ from symjax.attention.scores.rows import scored, weighted_sum
 
 
 class RingRows(NamedTuple):
-    """Rows of one device, in C blocks of t."""
+    """Rows of one device, in C blocks of t rows."""
 
     query: Float[Array, "C B Nq t H"]
     decay: Float[Array, "C #B Nq t 1"] | None
@@ -50,7 +50,7 @@ class RingInputs(NamedTuple):
 
 
 class RowPositions(NamedTuple):
-    """Positions and segments of rows, in blocks of t."""
+    """Positions and segments of rows, in C blocks of t rows."""
 
     position: Int[Array, "C #B t"]
     segments: Int[Array, "C B t"] | None
@@ -192,7 +192,7 @@ def _ring_forward(
 
 
 def _ring_backward(
-    settings: RingSettings, residuals: tuple, change: Array
+    settings: RingSettings, residuals: tuple, output_gradient: Array
 ) -> tuple[RingInputs, None, None]:
     """Return the gradients of the inputs, summed in float32 at least.
 
@@ -203,7 +203,7 @@ def _ring_backward(
     inputs, rows, visibility, output, logarithm = residuals
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
     length = inputs.key.shape[2]
-    total_change = -(change * output).sum(axis=-1)  # gradient of Σ w
+    total_gradient = -(output_gradient * output).sum(axis=-1)  # gradient of Σ w
 
     def zeros(tree):
         return jax.tree.map(lambda x: jnp.zeros_like(x, wide), tree)
@@ -213,7 +213,7 @@ def _ring_backward(
 
         def visit(gradients: tuple) -> tuple:
             def block(shared: tuple, part: tuple) -> tuple:
-                of_rows, rows, logarithm, total_change, change = part
+                of_rows, rows, logarithm, *sum_gradients = part
                 seen = _visibility_of_source(visibility, rows, inputs, source)
 
                 def weigh(here: RingInputs) -> tuple[Array, Array]:
@@ -224,12 +224,12 @@ def _ring_backward(
                     return weights.sum(axis=-1), values
 
                 here = inputs._replace(rows=of_rows, key=keys[0], value=keys[1])
-                (found,) = jax.vjp(weigh, here)[1]((total_change, change))
+                (found,) = jax.vjp(weigh, here)[1](tuple(sum_gradients))
                 new = jax.tree.map(jnp.add, shared, tuple(found[1:]))
                 return new, jax.tree.map(lambda x: x.astype(wide), found.rows)
 
             of_rows, *shared = gradients
-            parts = (inputs.rows, rows, logarithm, total_change, change)
+            parts = (inputs.rows, rows, logarithm, total_gradient, output_gradient)
             shared, new = jax.lax.scan(block, tuple(shared), parts)
             return (jax.tree.map(jnp.add, of_rows, new), *shared)
 
@@ -248,8 +248,8 @@ def _ring_backward(
     found = RingInputs(own[0], key, value, *own[1:])
     if inputs.sink is not None:
         weight = jnp.exp(inputs.sink[None, ..., 0] - logarithm)
-        change = (weight * total_change).sum(axis=(0, 1, 3))
-        found = found._replace(sink=change[None, :, None, None])
+        sink = (weight * total_gradient).sum(axis=(0, 1, 3))
+        found = found._replace(sink=sink[None, :, None, None])
     found = jax.tree.map(lambda x, like: x.astype(like.dtype), found, inputs)
     return found, None, None
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from symjax.attention.kernels.dispatch import run_heads
 
 
-def turned(
+def rotated(
     shape: tuple[int, int],
     x: Float[Array, "B T N H"],
     cos: Float[Array, "#B T 1 H/2"],

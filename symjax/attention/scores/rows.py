@@ -1,4 +1,4 @@
-"""The row-block engine: score mechanisms in XLA, without a kernel and without the ring.
+"""The row-block engine: it computes score mechanisms in XLA, in blocks of query rows.
 
 A score mechanism provides one function, its row weights, which turns scores of query
 rows into weights. The engine
@@ -10,8 +10,8 @@ rows into weights. The engine
 4. wraps each block in `jax.checkpoint`: the backward pass computes a block again, and
    no [T S] map is saved. Memory is linear in T.
 
-In differential attention the engine subtracts the weights of a noise head from those of
-its signal heads, and then multiplies by the values once.
+In differential attention the engine subtracts λ times the weights of a noise head from
+those of its signal heads, and then multiplies by the values once.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B 
 def _example_by_example(
     settings: ScoreSettings, operands: Operands
 ) -> Float[Array, "B N T V"]:
-    """Return all rows, one example at a time, so that a CPU's cache holds its blocks.
+    """Return all rows, one example after the other, so that blocks fit a CPU's cache.
 
     Heads and time are swapped inside the loop over examples: outside it XLA would copy
     whole arrays. The outer checkpoint saves keys and values once instead of once per
@@ -142,7 +142,8 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
 
     Consecutive blocks form an extent and take the same keys: those that any of their
     rows sees. Each extent is a loop over its blocks, compiled separately. There are at
-    most `settings.extents` extents, and at most two if `_two_suffice`.
+    most `settings.extents` extents, and at most two if `_two_suffice`. There is one if
+    the window has no bound, or if the position of row 0 is known only at run time.
     """
     time = operands.query.shape[2]
     count = -(-time // rows)
@@ -258,7 +259,7 @@ def scored(
     operands: Operands,
     visible: Bool[Array, "#B #N t s"] | None,
 ) -> Float[Array, "B N t s"]:
-    """Return the scores of all rows and keys, also of hidden pairs.
+    """Return the scores of all pairs of a row and a key, also of hidden ones.
 
     Args:
         visible: the pairs in which the row sees the key. Laws of length count them.

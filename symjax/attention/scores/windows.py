@@ -1,4 +1,4 @@
-"""Windows: the row-block engine with only the keys that a window reaches.
+"""Windows with two bounds: the row-block engine with only the keys in the window.
 
 Time is cut into strips of rows, and each strip becomes an example with its own keys.
 The engine then reads and writes O(T (left + right)) numbers, forward and backward,
@@ -36,8 +36,8 @@ def _strip_size(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a strip; 0 where strips do not help.
 
     Strips are at least as long as the longer side of the window, and there must be more
-    than two. With a mask or bias [T S] strips would save no memory: it is as large as
-    the map.
+    than two. With a mask or bias [T S] strips would save no memory, since this array is
+    as large as the map.
     """
     left, right = operands.visibility.window
     pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]

@@ -40,8 +40,8 @@ from symjax.attention.kernels.operands import (
     feature_count,
     key_features,
     log_decay_of,
-    seen_decays,
     unsupported,
+    visible_arrays,
 )
 
 
@@ -106,7 +106,7 @@ class GpuDecay(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         log_decay = log_decay_of(tokens.operands, parameters)
         kernels = gated_channels if log_decay.shape[3] > 1 else gated
-        arrays = seen_decays(tokens, log_decay, None)[:4]
+        arrays = visible_arrays(tokens, log_decay, None)[:4]
         return _attend_in_chunks(kernels, self.interpret, arrays)
 
 
@@ -129,7 +129,7 @@ class GpuDelta(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         beta, *own = tokens.operands
         log_decay = log_decay_of(own, parameters)
-        arrays = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
+        arrays = visible_arrays(tokens, log_decay, beta.astype(jnp.float32))
         return _attend_in_chunks(delta, self.interpret, arrays)
 
 

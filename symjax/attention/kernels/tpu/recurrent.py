@@ -22,8 +22,8 @@ from symjax.attention.kernels.operands import (
     VisibleTokens,
     log_decay_of,
     round_up,
-    seen_decays,
     unsupported,
+    visible_arrays,
 )
 from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
@@ -136,7 +136,7 @@ class TpuDecay(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: Array | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
-        inputs = seen_decays(tokens, log_decay_of(tokens.operands, parameters), None)
+        inputs = visible_arrays(tokens, log_decay_of(tokens.operands, parameters), None)
         form = RecurrentForm(DECAY, _gated_operands, self.interpret)
         output: Array = _attend(form, Inputs(*inputs))
         return output.astype(tokens.value.dtype)
@@ -158,7 +158,7 @@ class TpuDelta(NamedTuple):
         log_decay = None
         if self.recurrence.fades or tokens.segment_ids is not None:
             log_decay = log_decay_of(own, parameters)
-        inputs = seen_decays(tokens, log_decay, beta.astype(jnp.float32))
+        inputs = visible_arrays(tokens, log_decay, beta.astype(jnp.float32))
         form = RecurrentForm(DELTA, _gated_operands, self.interpret)
         output: Array = _attend(form, Inputs(*inputs))
         return output.astype(tokens.value.dtype)

@@ -4,13 +4,13 @@ Time is cut into chunks of `CHUNK` tokens. There are two kinds of kernels:
 
 - state passes (`decaying_states`, `states`, `delta`): a program holds one block of a
   head's state in registers and visits the chunks one after the other;
-- chunk kernels (`gated`, `gated_channels`, `delta`, `features`): a program computes one
-  chunk of one head, so all chunks run in parallel. They read the state before the chunk
-  and, for gradients, the gradient of the state after the chunk.
+- chunk kernels (`gated`, `gated_channels`, `delta`, `delta_gradients`, `features`): a
+  program computes one chunk of one head, so all chunks run in parallel. Most read the
+  state before the chunk and, for gradients, the gradient of the state after the chunk.
 
 This file has the products and casts inside kernels, the call of a kernel, and the
-`BlockSpec`s of the blocks that one program reads. `group` is the number of query heads
-that share a key head.
+`BlockSpec`s of the blocks that one program reads or writes. `group` is the number of
+query heads that share a key head.
 
 jax 0.11 deprecates the Triton backend in favour of Mosaic GPU. Triton compiles on all
 versions of jax that this project allows, and it assigns registers by itself.
@@ -62,10 +62,10 @@ def dot(left: Array, right: Array, contract: tuple = ((1,), (0,))) -> Array:
 
 
 def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
-    """Return why no kernel for GPUs supports these arrays; None if one may.
+    """Return why no kernel of this kind supports these arrays; None if one may.
 
     Args:
-        keys: whether the head size of keys has to be in `SIZES`, as that of values.
+        keys: whether the head size of keys, like that of values, has to be in `SIZES`.
     """
     dtypes = {x.dtype.name for x in tokens[:3]}
     if dtypes != {"bfloat16"}:
@@ -106,7 +106,8 @@ def call_kernel(
     Args:
         operands: the block that a program reads of each array, and the array.
         results: the block that a program writes, the shape and the dtype of each array.
-        stages: for how many iterations of a loop operands are in shared memory at once.
+        stages: number of iterations of a loop whose operands are in shared memory at
+            the same time.
     """
     arrays = vary_alike([x for _, x in operands])
     return pl.pallas_call(
@@ -210,8 +211,11 @@ def all_states(
 
 
 def blocks_of_state(x: Array, y: Array) -> tuple[int, int, Callable, Callable]:
-    """Return the block sizes of a state of keys x and values y, and the maps from a
-    program's first index to the block of its rows and to that of its columns."""
+    """Return (rows, columns, row, column) of the blocks of a state.
+
+    The state is that of keys x and values y. A block has so many rows and columns.
+    `row` and `column` map a program's first index to the numbers of its block.
+    """
     m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
     columns = y.shape[3] // v
     return m, v, lambda i: i // columns, lambda i: i % columns

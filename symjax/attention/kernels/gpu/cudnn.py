@@ -16,7 +16,7 @@ takes 2.75 ms there, so dispatch tries it before cuDNN.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
 With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of
-rows. Masks, biases and length scales are refused too.
+rows. `CudnnSoftmax.refusal` lists the other arguments that are refused, such as masks.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
 KERNEL_WIDTH = 128  # head size that cuDNN's kernels are made for
-MOST_PAIRS = 2**29  # in a mask of segments, which takes 1 GiB
+MOST_PAIRS = 2**29  # pairs in a mask of segments, which then takes 1 GiB
 # The implementation of jax.nn.dot_product_attention. Tests set "xla", which runs on all
 # platforms.
 LIBRARY = "cudnn"

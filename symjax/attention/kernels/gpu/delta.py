@@ -9,7 +9,7 @@ what its key reads from the state before the token. The token writes u_t = β_t 
 
 The resolvent of a block of 2, 4 … 64 tokens is computed from those of its halves: with
 C the pairs of P between the halves, it is R + (I − R β) C (I − β R). If keys are nearly
-equal, R β X cancels most of X. So these products keep 16 bits, as on a TPU.
+equal, R β X cancels most of X. So these products keep 16 bits (`_precise_dot`).
 
 Forward has three kernels:
 
@@ -58,7 +58,9 @@ from symjax.attention.kernels.gpu.delta_gradients import gradients
 from symjax.attention.kernels.gpu.gated_channels import LEVELS
 from symjax.attention.kernels.operands import in_parts
 
-COLUMNS = 32  # of the state in a program of a pass, so that there are enough programs
+# Columns of the state in a program of a state pass: few, so that there are enough
+# programs.
+COLUMNS = 32
 
 
 def forward(
@@ -74,7 +76,7 @@ def forward(
     Returns:
         output: [B T N V].
         before: [B K chunks H V], the state before each chunk.
-        errors: [B T K V], what the delta rule corrects at each token's key.
+        errors: [B T K V], the error of each token.
         scores: [B N T CHUNK], of the pairs of a chunk.
         resolvent: [B K T CHUNK].
     """
@@ -150,7 +152,7 @@ def _sums_blocks(log_decay: Float[Array, "B T K *H"], group: int) -> tuple[Any, 
 def _stages(log_decay: Float[Array, "B T K *H"]) -> int:
     """Return the number of chunks in shared memory at once.
 
-    Two chunks with decays per channel would not fit 99 KiB, which smaller GPUs have.
+    Two chunks with decays per channel would not fit the 99 KiB of smaller GPUs.
     """
     return 2 if log_decay.ndim == 3 else 1
 
@@ -222,7 +224,7 @@ def _pass_forward(key, value, sums, beta, resolvent, before, errors):
 
 
 def _load_chunk(i: Any, sums: Any, beta: Any) -> tuple[Any, Array, Array, Array, Array]:
-    """Return the slice of chunk i in time, its decays, and β [CHUNK 1].
+    """Return the slice of time of chunk i, its three decays, and β [CHUNK 1].
 
     The decays are from the start of the chunk through each token, from each token to
     the end of the chunk, and from the start to the end.

@@ -1,13 +1,13 @@
 """Gradients of the delta rule on NVIDIA GPUs, all chunks in parallel.
 
 Let w be the errors of tokens, u = β w what tokens write, and r the gradient of u. The
-gradient of values is β r, and the gradient of β is r·w. A key reads its state like a
-query whose output has the gradient −β r. The kernels of `delta` compute w, r and the
-states.
+gradient of values is β r, and the gradient of β is r·w. A key reads the state before
+its token, like a query whose output has the gradient −β r. The kernels of `delta`
+compute w, r and the states.
 
 A program computes one chunk of one query head. With a decay for each head, one kernel
-writes all gradients (`_backward_chunk`). With a decay for each channel there are three
-(`gradients`).
+writes all gradients (`_backward_chunk`). With a decay for each channel three kernels
+run (`gradients`).
 """
 
 from typing import Any
@@ -174,9 +174,9 @@ def _backward_chunk(
     """Write the gradients of a chunk, with a decay for each head.
 
     The gradient of a decay has a term for each thing that it multiplies: pairs of an
-    earlier and a later token, the state before the chunk where queries and keys read
-    it, and what keys add to the state after the chunk. Channels are processed in
-    blocks.
+    earlier and a later token, the state before the chunk as queries and keys read it
+    and as it remains after the chunk, and what keys add to the state after the chunk.
+    Channels are processed in blocks.
     """
     written, erased = _write_values_and_beta(
         errors, beta, written_gradient, value_gradient, beta_gradient

@@ -141,7 +141,7 @@ class FeatureForm(NamedTuple):
         return -jnp.inf if self.exponents else 0.0
 
     def features_of(self, x: Array) -> Array:
-        """Return features, where no exponents are given."""
+        """Return the features of an array that has no exponents."""
         if self.features is None:
             return x
         return self.features.key(x, None).amplitude
@@ -169,8 +169,8 @@ class FeatureForm(NamedTuple):
         """Return the gradient of x.
 
         Args:
-            change: the gradient of the query's weights over its denominator.
-            row: these weights over the denominator.
+            change: the gradient of weights / denominator.
+            row: the query's weights / denominator.
             inverse: 1 / denominator.
         """
         if self.exponents:
@@ -186,9 +186,10 @@ class FeatureForm(NamedTuple):
         return jax.jvp(self.features_of, (x,), (jnp.ones_like(x),))[1]
 
     def inverse(self, denominator: Array) -> Array:
-        """Return 1 / denominator, or 0 if rounding errors could be as large as it.
+        """Return 1 / denominator, or 0 if the denominator is too small to divide by.
 
-        Such rows see no key, or the weights of all their keys underflow.
+        Such a row sees no key, or its weights underflow. The weights of bounded
+        features may also cancel.
         """
         least = UNDERFLOW if self.exponents else jnp.finfo(jnp.float32).tiny
         least = ROUNDING if self.bounded else least

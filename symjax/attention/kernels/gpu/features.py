@@ -2,17 +2,17 @@
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
-`states.states_before` gives the state before each chunk, and backward `states_after`
-the gradient of the state after each chunk. The two kernels here run all chunks in
-parallel. A program computes one chunk of one query head and goes through the features
-by blocks of `BLOCK`:
+`states.states_before` gives the state before each chunk, and `states.states_after` the
+gradient of the state after each chunk. The two kernels here run all chunks in parallel.
+A program computes one chunk of one query head and goes through the features by blocks
+of `BLOCK`:
 
 - forward (`_forward_chunk`): it keeps numerators [CHUNK V], scores [CHUNK CHUNK] and
   denominators [CHUNK] in registers and adds to all of them block by block;
 - backward (`_backward_chunk`): it recomputes the weights of queries and keys from the
   stored shifts and denominators, and reads the stored scores.
 
-Features may be given as exponents (`FeatureForm`). The weights of a row then are
+Features may be given as exponents (`FeatureForm`). Then the weights of a row are
 relative to its shift. The shift is the largest sum, over features, of the exponent of
 the query and the exponent of the state or of any key of the chunk. This key may come
 after the row, and then the keys that the row sees may underflow. The denominator of
@@ -80,7 +80,7 @@ def forward(
     A row that sees nothing is 0. T is a multiple of `CHUNK`, and M of a block.
 
     Args:
-        keep: whether to return residuals, or None in their place.
+        keep: whether to return residuals; if not, None is in their place.
     """
     batch, length, heads, size = query.shape
     width, group = value.shape[3], heads // key.shape[2]

@@ -2,9 +2,9 @@
 
     S_t = exp(g_t) S_{t−1} + k_t v_tᵀ,   out_t = q_t S_t
 
-`decaying_states` gives the state before each chunk, and backward the gradient of
-the state after each chunk. The two kernels here run all chunks in parallel. A program
-computes one chunk of one query head:
+`decaying_states` gives the state before each chunk, and in the backward pass the
+gradient of the state after each chunk. The two kernels here run all chunks in parallel.
+A program computes one chunk of one query head:
 
 - forward (`_forward_chunk`): its rows of the output, from the state before the chunk
   and from the scores of its pairs. The scores are stored for the backward pass;
@@ -80,7 +80,7 @@ def pair_scores(query: Any, key: Any, sums: Any) -> Float[Array, "CHUNK CHUNK"]:
 def pair_decays(sums: Any, distance: int = 0) -> Float[Array, "CHUNK CHUNK"]:
     """Return the decay from each earlier token [column] to each token [row].
 
-    Pairs of fewer than `distance` tokens apart are 0.
+    Pairs less than `distance` tokens apart are 0.
     """
     between = jnp.exp2(sums[...][:, None] - sums[...][None, :])
     return jnp.where(iota(0) - iota(1) >= distance, between, 0.0)
@@ -89,7 +89,8 @@ def pair_decays(sums: Any, distance: int = 0) -> Float[Array, "CHUNK CHUNK"]:
 def decay_to_end(sums: Any) -> Float[Array, "CHUNK 1"]:
     """Return the decay from each token to the end of the chunk.
 
-    Kernels recompute it at each use, which takes fewer registers than to hold it.
+    Kernels recompute this decay at each use, which takes fewer registers than to keep
+    it.
     """
     return jnp.exp2(sums[CHUNK - 1] - sums[...])[:, None]
 
@@ -145,8 +146,8 @@ def _backward_chunk(
     """Write the gradients of a chunk.
 
     The gradient of a decay has a term for each thing that it multiplies: pairs of an
-    earlier and a later token, the state before the chunk where queries read it, and
-    what keys add to the state after the chunk.
+    earlier and a later token, the state before the chunk as queries read it and as it
+    remains after the chunk, and what keys add to the state after the chunk.
 
     Args:
         before, after: the state before the chunk; the gradient of the state after it.
@@ -171,8 +172,7 @@ def pair_gradients(
     sums: Any,
     distance: int = 0,
 ) -> tuple[Float[Array, "CHUNK CHUNK"], Float[Array, " CHUNK"]]:
-    """Return the gradients of the products q_t·k_s, and what pairs of tokens add to the
-    gradients of decays.
+    """Return the gradients of products q_t·k_s, and those of decays by pairs of tokens.
 
     Args:
         distance: the least distance of a pair in tokens, as in `pair_decays`.
@@ -194,8 +194,10 @@ def reading_gradients(
     sums: Any,
     before: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """Return the gradients of queries, and what reading the state before the chunk adds
-    to the gradients of decays."""
+    """Return the gradients of queries, and those of decays by reading the state.
+
+    This is the state before the chunk, which queries read.
+    """
     found = dot(output_gradient, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
     read = (found * load_float32(query)).sum(axis=1)
     by_decays = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)
@@ -209,8 +211,11 @@ def writing_gradients(
     before: Any,
     after: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """Return what the state after the chunk, whose gradient is `after`, adds to the
-    gradients of keys and of decays."""
+    """Return the gradients of keys and decays by the state after the chunk.
+
+    Args:
+        before, after: the state before the chunk; the gradient of the state after it.
+    """
     found = dot(written, after[...], BY_LAST) * decay_to_end(sums)
     joined = (found * load_float32(key)).sum(axis=1)
     by_decays = jnp.where(iota(0) > iota(1), joined[None, :], 0.0).sum(axis=1)

@@ -1,19 +1,22 @@
 """Gated linear attention with a decay for each channel, on NVIDIA GPUs.
 
-The passes are those of `gated`. The scores of a chunk's pairs differ: with a decay for
-each channel they are not the product of a score q·k and one decay. So pairs are split
-by level, as in a merge sort. The level of a pair is the highest bit in which its two
-times differ, so that they are in different halves of a block of tokens. The decay of a
-pair is the decay from the key to the boundary of the halves, times the decay from there
-to the query. At one level a token is either before its boundary or after it. So it
+Kernels are arranged as in `gated`. The scores of a chunk's pairs differ: with a decay
+for each channel they are not the product of q·k and one decay. So pairs are split by
+level, as in a merge sort. The level of a pair is the highest bit in which its two times
+differ, so that they are in different halves of a block of tokens. The decay of a pair
+is the decay from the key to the boundary of the halves, times the decay from there to
+the query. At one level a token is either before its boundary or after it. So a token
 needs one exponential per channel, and one matrix x is both operands of the product:
 
     x_t = (q_t or k_t) · (the decay between t and its boundary),   scores = x xᵀ
 
-A program computes one chunk of one query head, forward and for the gradients of values
-and scores (`_values_and_scores`), or one block of its channels, for the gradients of
-queries, keys and decays (`_channels`). It goes through channels by blocks of `BLOCK`,
-which registers hold, and through the levels. The backward pass recomputes x.
+There are three kernels. A program of the first two computes one chunk of one query
+head, by blocks of `BLOCK` channels, which registers hold:
+
+- `_forward_chunk` writes the output and the scores;
+- `_values_and_scores` writes the gradients of values and of scores;
+- `_channels` writes the gradients of queries, keys and decays. Its program computes one
+  block of channels of a chunk, and recomputes x at each level.
 """
 
 from collections.abc import Sequence
@@ -68,7 +71,7 @@ def _forward_chunk(query, key, value, sums, before, output, stored_scores):
 def write_output(
     query, key, written: Array, sums, before, output, stored_scores
 ) -> None:
-    """Write the output and the scores of a chunk, as `gated.write_output` does."""
+    """Write the output and the scores of a chunk; arguments as in `gated`."""
     dtype = written.dtype
     scores = pair_scores(query, key, sums)
     stored_scores[...] = scores.astype(dtype)
@@ -107,11 +110,12 @@ def _channel_blocks(size: int) -> list[Any]:
 def _faded_to_boundary(
     query, key, sums, level: Any, at: Any
 ) -> tuple[Array, Array, Array]:
-    """Return x [CHUNK channels], its decays, and whether each token is after its
-    boundary [CHUNK 1]. If so, x has its query, and otherwise its key.
+    """Return x [CHUNK channels], its decays, and which tokens are after their boundary.
 
-    The indices of all loads depend on the level. Otherwise the compiler moves the loads
-    out of the loop over levels, where they occupy registers.
+    For tokens after their boundary x has queries, for the others keys.
+
+    The indices or masks of all loads depend on the level. Otherwise the compiler moves
+    the loads out of the loop over levels, where they occupy registers.
     """
     time = jax.lax.iota(jnp.int32, CHUNK)
     boundary = ((time >> (level + 1)) << (level + 1)) + (1 << level) - 1
@@ -255,11 +259,12 @@ def channel_gradients(
 
 
 def _level_tables(dtype: Any) -> tuple[Array, Array]:
-    """Return 0/1 matrices for each level: its pairs of tokens, and which decays u are
-    between each token t and its boundary.
+    """Return two tables of 0/1 matrices, one of each for every level.
 
-    The second table [LEVELS + 2, u, t] has two more: u ≤ t for decays from the start of
-    the chunk, and u > t for decays to its end.
+    Matrices [u, t] of the first table are 1 for the pairs of tokens of the level. Those
+    of the second table are 1 if the decay of token u is between token t and its
+    boundary. The second table has two more: u ≤ t for decays from the start of the
+    chunk, and u > t for decays to its end.
     """
     u, t = np.arange(CHUNK)[:, None], np.arange(CHUNK)
     pairs, passed = [], []
@@ -278,8 +283,8 @@ def _channels(
     """Write the gradients of queries, keys and decays for one block of channels.
 
     The gradient of a log-decay is the sum of x · (the gradient of x) over the tokens
-    whose factor in x includes that decay. Sums are never subtracted, which would lose
-    digits, and a decay of 0 has the gradient 0.
+    whose factor in x includes that decay. No sums are subtracted, since that would lose
+    digits. A decay of 0 has the gradient 0.
     """
     size, width, dtype = query.shape[1], value.shape[1], value.dtype
     time, last = jax.lax.iota(jnp.int32, CHUNK), sums[CHUNK - 1, :]

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as gpu
 from jaxtyping import Array, Float
 
-EIGHT = 8  # rows of a tile in memory; lengths have to be multiples of it
+EIGHT = 8  # rows of a tile in memory; `join_heads` pads time to a multiple of it
 IN_TWO = math.log2(math.e)  # turns exponents of e into exponents of 2
 TILES = gpu.TilingTransform((EIGHT, 64)), gpu.SwizzleTransform(128)
 OPTIONS = gpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
@@ -39,5 +39,5 @@ def head_rows(array: Any, batch: Any, rows: Any, head: Any, size: int) -> Any:
 
 
 def index_along(shape: tuple[int, ...], axis: int) -> Array:
-    """Return the index along an axis of each number of a product."""
+    """Return, for each number of a product, its index along an axis."""
     return gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)

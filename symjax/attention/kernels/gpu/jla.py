@@ -9,16 +9,16 @@ Its functions have the recurrences of `decay_causal` and `delta_causal`, the lay
 [B T N H], and natural logarithms of decays. Here are the differences:
 
 - It scales queries by H^−½ unless the call passes a scale. The adapter passes 1.
-- Queries, keys, β and decays have the same heads. The adapter repeats those of keys.
+- It needs as many heads of keys, values, β and decays as of queries. The adapter
+  repeats them.
 - It has no mask. The adapter makes keys, values, β and log-decays of hidden tokens 0.
-- It adds up log-decays within 64 tokens and subtracts the sums, so that −∞ is NaN, and
-  a very small number rounds away the other decays. The adapter replaces log-decays
-  below `LEAST` by `LEAST`, whose exponential is 0 in float32. It passes segments as
-  `segment_ids`.
+- It adds up log-decays within 64 tokens and subtracts the sums. So −∞ gives NaN, and
+  the digits of other decays are lost beside a log-decay far below 0. The adapter
+  replaces log-decays below `LEAST` by `LEAST`, whose exponential is 0 in float32.
 
-What was checked, and what was not: the package's forms in plain jax equal the float64
-definitions (tests/attention/kernels/test_jla.py), and the kernels of the first three
-`KINDS` compile for an H200. This project has not run the adapter on a GPU.
+The package's forms in plain jax equal the float64 definitions
+(tests/attention/kernels/test_jla.py), and the kernels of the first three `KINDS`
+compile for an H200. This project has not run the adapter on a GPU.
 docs/performance/gpu.md has the times of the package itself on an H200.
 """
 
@@ -111,9 +111,10 @@ class Jla(NamedTuple):
     def _arguments(
         self, tokens: Tokens, parameters: Array | None
     ) -> tuple[list[Array], dict[str, Array], dict[str, Any]]:
-        """Return query, key and value, the gates, and the segments.
+        """Return query, key and value, the gates, and the segments as an option.
 
-        All have the heads of queries. Gates are log-decays g, if there are any, and β.
+        All arrays have the heads of queries. The gates are log-decays "g" and "beta",
+        as far as the recurrence has them.
         """
         query, key, value, visible, segment = VisibleTokens.of(tokens)
         gates = {}

@@ -48,8 +48,8 @@ from symjax.attention.kernels.operands import (
 class GpuFeatures(NamedTuple):
     """Performer, linear and cosine attention of bfloat16 arrays, with TF32 products.
 
-    Features must be bounded or never negative. If they are elementwise and fill whole
-    blocks, the kernels compute them. XLA computes all others, in float32.
+    Features must be bounded or never negative. The kernels compute elementwise features
+    that fill whole blocks. XLA computes all others, in float32.
     """
 
     recurrence: Any
@@ -89,9 +89,9 @@ class GpuDecay(NamedTuple):
 
     The kernels store states in bfloat16, and sums of log-decays in float32.
 
-    In one run on an H200, 4 rows of 4096 tokens, 16 heads of 128, forward and backward
-    took 2.8 ms with a decay per channel and 1.0 ms with a decay per head. XLA took 24
-    and 2.4 ms (docs/performance.md has current figures).
+    In one run on an H200, 4 examples of 4096 tokens, 16 heads of 128, forward and
+    backward took 2.8 ms with a decay per channel and 1.0 ms with a decay per head. XLA
+    took 24 and 2.4 ms (docs/performance.md has current figures).
     """
 
     recurrence: Any
@@ -127,8 +127,8 @@ class GpuDelta(NamedTuple):
     def attend(
         self, tokens: Tokens, parameters: Array | None, fallback: Callable
     ) -> Float[Array, "B T N V"]:
-        beta, *own = tokens.operands
-        log_decay = log_decay_of(own, parameters)
+        beta, *decays = tokens.operands
+        log_decay = log_decay_of(decays, parameters)
         arrays = visible_arrays(tokens, log_decay, beta.astype(jnp.float32))
         return _attend_in_chunks(delta, self.interpret, arrays)
 
@@ -154,10 +154,10 @@ def _forward(static: tuple[Any, Any], *arrays: Array) -> tuple[Array, tuple]:
 
 
 def _backward(
-    static: tuple[Any, Any], residuals: tuple, change: Float[Array, "B T N V"]
+    static: tuple[Any, Any], residuals: tuple, output_gradient: Float[Array, "B T N V"]
 ) -> tuple[Array, ...]:
     (kernels, interpret), (arrays, kept) = static, residuals
-    gradients = kernels.backward(interpret, arrays, kept, change)
+    gradients = kernels.backward(interpret, arrays, kept, output_gradient)
     return tuple(map(sum_query_heads, gradients, arrays))
 
 
@@ -236,10 +236,11 @@ def _features_forward(
 
 
 def _features_backward(
-    form: FeatureForm, residuals: tuple, changes: tuple[Array, Array]
+    form: FeatureForm, residuals: tuple, result_gradients: tuple[Array, Array]
 ) -> tuple:
     ids, (query, key, value), kept = residuals
-    gradients = features.backward(form, query, key, value, ids, kept, changes[0])
+    change = result_gradients[0]  # of the output; denominators have no gradient
+    gradients = features.backward(form, query, key, value, ids, kept, change)
     return None, *map(sum_query_heads, gradients, (query, key, value))
 
 

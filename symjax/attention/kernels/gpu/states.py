@@ -1,7 +1,7 @@
-"""State passes of normalised linear attention on NVIDIA GPUs: its sequential part.
+"""Sequential part of normalised linear attention on NVIDIA GPUs: passes over states.
 
 `states_before` returns the state before each chunk. `states_after` returns the gradient
-of the state after each chunk, by the same pass in reverse time.
+of the state after each chunk, by a pass in reverse time.
 
 A program holds one block of a head's state in registers, `BLOCK` rows and columns at
 most, and visits the chunks in order. It writes the block before it adds a chunk.
@@ -49,7 +49,11 @@ class FeatureStates(NamedTuple):
 
 
 def chunk_vector(size: int, group: int = 1, later: int = 0) -> Any:
-    """[M] of [B heads blocks chunks M], for the chunk `later` chunks after this one."""
+    """Return the block [M] of an array [B heads blocks chunks M].
+
+    Args:
+        later: number of chunks between the chunk of the program and that of the block.
+    """
     return pl.BlockSpec(
         (None, None, None, None, size),
         lambda i, n, b: (b, n // group, 0, i + later, 0),
@@ -57,7 +61,7 @@ def chunk_vector(size: int, group: int = 1, later: int = 0) -> Any:
 
 
 def _all_vectors(count: int, size: int, group: int, row: Any, column: Any) -> Any:
-    """[chunks M] of [B heads blocks chunks M]."""
+    """Return the block [chunks M] of an array [B heads blocks chunks M]."""
     return pl.BlockSpec(
         (None, None, None, count, size),
         lambda i, n, b: (b, n // group, column(i), 0, row(i)),
@@ -105,7 +109,7 @@ def _pass_forward(
 ):  # fmt: skip
     """Write the state before each chunk: sums, totals and largest exponents.
 
-    A state holds the keys of the segment of the chunk's last token.
+    After a chunk the state has the keys of one segment, that of the chunk's last token.
     """
 
     def add_chunk(i, state):
@@ -145,8 +149,8 @@ def states_after(
     The largest exponents are constants and have no gradient.
 
     Args:
-        rows: of each row Σ output · its gradient, the shift, and 1 / denominator, each
-            [B N T].
+        rows: three arrays [B N T]: for each row Σ output · its gradient, the shift, and
+            1 / denominator.
     """
     batch, length, heads, size = query.shape
     m, v, row, column = blocks_of_state(query, output_gradient)

@@ -11,7 +11,8 @@ causal, bfloat16, forward and backward, these kernels took 2.75 ms
 attentions, took 4.26 ms in one call and 5.46 ms in two. PyTorch's SDPA on cuDNN took
 6.55 ms in four calls. Softmax with 16 heads of 128 took 2.16 ms on cuDNN.
 
-Gradients of queries are added up in no fixed order, so two runs differ by rounding.
+Gradients of queries are added up in no fixed order, so results of two runs differ by
+rounding.
 There is no forward-mode derivative (`jax.jvp`) and no second derivative;
 `implementation="rows"` has both. The kernels are written in Pallas' Mosaic GPU, which
 some machines lack, so their files are imported when they run.
@@ -34,8 +35,8 @@ from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # sizes of keys and values that the kernels support
 OFFSET = 64  # causal calls need no intervals if S − T is a multiple of this
-# Scales with which the score of hidden pairs, a large negative number, is below all
-# visible scores.
+# Least and largest scale with which the score of hidden pairs, a large negative number,
+# is below all visible scores.
 SCALES = 2.0**-60, 2.0**20
 
 

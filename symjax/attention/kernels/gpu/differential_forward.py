@@ -47,10 +47,10 @@ from symjax.attention.kernels.gpu.hopper import (
 from symjax.attention.kernels.intervals import RowIntervals, blocks_of_rows
 from symjax.attention.kernels.operands import round_up
 
-ROWS = 64  # of a warpgroup, and of one product of tensor cores
+ROWS = 64  # rows of a warpgroup, and of one product of tensor cores
 TILE = 2 * ROWS
 BLOCK = 64  # keys of a visit
-SLOTS = 4  # of the ring; a power of two
+SLOTS = 4  # slots of the ring; a power of two
 SHARED = 2**24  # bytes of keys and values that concurrent programs keep in the L2 cache
 UNSEEN = -(2.0**100)  # score of a hidden key; scaling it is exact
 BY_ROW = gpu.Layout.WGMMA.reduce(1)
@@ -126,7 +126,7 @@ def slot_of(visit: Any) -> Any:
 
 
 class KeyBlocks(NamedTuple):
-    """The blocks of keys that a tile of rows visits, from the last one downwards.
+    """The blocks of keys that a tile of rows visits, from the last one to the first.
 
     Blocks that all rows see whole need no mask. They are in the middle: the first
     visits have a mask because of the diagonal, the last ones because of the window.
@@ -161,9 +161,9 @@ class ForwardProgram:
         self.concurrent = self._concurrent_heads()
 
     def _concurrent_heads(self) -> int:
-        """Return how many heads run together, so that what they read fits the cache.
+        """Return the number of heads whose keys and values fit the cache together.
 
-        It divides the number of heads of all examples.
+        The number divides the number of heads of all examples.
         """
         each = self.keys * (2 * self.size + self.width) * 2
         most = max(1, SHARED // each) * (self.heads // self.values)
@@ -188,7 +188,7 @@ class ForwardProgram:
     def place(self) -> tuple[Any, Any, Any]:
         """Return the example, head and tile of this program.
 
-        The grid is in groups of `concurrent` heads. In a group the tiles that see most
+        The grid has groups of `concurrent` heads. In a group the tiles that see most
         keys come first.
         """
         number, each = lax.axis_index("program"), self.tiles * self.concurrent
@@ -213,7 +213,7 @@ class ForwardProgram:
         return KeyBlocks(end, max(1, self.masked), end, end)
 
     def run(self, query, key, value, lam, limits, output, second, normaliser, *scratch):
-        """Load, or compute the rows of a warpgroup and copy them to the outputs."""
+        """Run one program: warpgroup 2 loads, the others compute rows and copy them."""
         warpgroup = lax.axis_index("warpgroup")
         batch, head, tile = self.place()
         limits = limits and limits.of(batch)
@@ -236,10 +236,10 @@ class ForwardProgram:
             outputs = []
             attended = self.attend(first, tile, limits, held, ring)
             for branch, sums in enumerate(attended):
-                total, highest, count = sums
+                total, highest, weight_sum = sums
                 at = batch, 2 * head + branch, own
-                normaliser[at] = highest * math.log(2.0) + jnp.log(count)
-                outputs.append(total * along(1.0 / count, total))
+                normaliser[at] = highest * math.log(2.0) + jnp.log(weight_sum)
+                outputs.append(total * along(1.0 / weight_sum, total))
             one, two = outputs
             factor = load_by_row(lam.at[batch, head, own])
             difference = one - two * along(factor, two)
@@ -314,9 +314,11 @@ class ForwardProgram:
             past the end of the product.
 
             Args:
-                held: total, highest score and sum of weights of this map so far.
+                held: of this map so far the weighted sum of values, the highest score
+                    and the sum of weights.
                 mask: scores → scores, which hides keys.
-                product: total and weights of the other map, and the slot of the values.
+                product: of the other map the weighted sum of values and the weights,
+                    and the slot of the values.
             """
 
             def body(scores, *sums):
@@ -339,7 +341,7 @@ class ForwardProgram:
             in the next visit.
 
             Args:
-                state: what both maps hold, and weights of the second map.
+                state: `held` of both maps, and the weights of the second map.
             """
             one, two, weights = state
             slot, before = slot_of(step), slot_of(step - 1)
@@ -385,22 +387,25 @@ class ForwardProgram:
         return one, two
 
     def softmax(self, scores: Array, held: tuple) -> tuple:
-        """Return the weights of a block's scores relative to the new highest score, and
-        what is held, rescaled to it."""
-        total, highest, count = held
+        """Return the weights of a block's scores, and `held` rescaled.
+
+        Both are relative to the new highest score. The caller adds the values.
+        """
+        total, highest, weight_sum = held
         new = jnp.maximum(highest, scores.max(axis=1) * self.base)
         weights = jnp.exp2(scores * self.base - along(new, scores))
         shrink = jnp.exp2(highest - new)
-        count = count * shrink + weights.sum(axis=1)
-        return weights, (total * along(shrink, total), new, count)
+        weight_sum = weight_sum * shrink + weights.sum(axis=1)
+        return weights, (total * along(shrink, total), new, weight_sum)
 
     def hide(
         self, first: Any, limits: Limits | None, block: Any, scores: Array
     ) -> Array:
         """Set the scores of hidden keys to `UNSEEN`.
 
-        A row may see no key of the first blocks. These then add weights of 1; the
-        first visible score is so much higher that it rescales them to 0.
+        A row may see no key of the first blocks that it visits. Their keys then get
+        weights of 1. The first visible score is so much higher that it rescales these
+        weights to 0.
         """
         key = index_along(scores.shape, 1) + block * BLOCK
         if limits is not None:
@@ -416,7 +421,7 @@ class ForwardProgram:
 
 
 def load_by_row(numbers: Any) -> Array:
-    """Load one number for each row of a warpgroup from global memory."""
+    """Load from global memory one number for each row of a warpgroup."""
     return gpu.load(numbers, layout=BY_ROW, optimized=False)  # pyright: ignore
 
 

@@ -12,9 +12,9 @@ passes, one for each map, would take seven.
 `gradient_program.py` has the program of a block of keys.
 
 The pass recomputes scores and weights from the normalisers that the forward pass
-stored. D reads outputs as they were rounded, as in FlashAttention-2. So the gradients
-of queries and keys lose digits where values have a mean, which dP − D cancels, and
-where maps are peaked (docs/performance/gpu.md).
+stored. D is computed from rounded outputs, as in FlashAttention-2. So the gradients of
+queries and keys lose digits if values have a mean, which cancels in dP − D, and if maps
+are peaked (docs/performance/gpu.md).
 """
 
 from functools import partial
@@ -136,9 +136,10 @@ def backward(
 def _query_numbers(
     lam: Array, normaliser: Array, deltas: Array, ends: Array, steps: int
 ) -> Float[Array, "B N numbers T"]:
-    """Return the rows NORMALISER (in log₂), DELTA, LESS, LAST and FIRST of each query.
+    """Return the numbers of each query that a program needs, 0 beyond the last query.
 
-    They are 0 beyond the last query.
+    They are NORMALISER (in log₂), DELTA, LESS and LAST of `gradient_program`, and with
+    intervals FIRST.
     """
     batch, heads, length = lam.shape
     maps = batch, heads, 2, length

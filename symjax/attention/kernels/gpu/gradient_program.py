@@ -1,20 +1,23 @@
 """One program of the backward pass of differential attention on Hopper GPUs.
 
 A program computes the gradients of `BLOCK` keys of one value head. It goes over the
-queries that see them, `STEP` at a time, with scores transposed (keys are rows). It has
+queries that see them, `STEP` at a time, with scores transposed (keys are rows). A visit
+is one such step of one of the query heads that share the value head. A program has
 three warpgroups: two compute `KEYS` keys each, and one loads.
 
 - Registers hold the sums of the gradients of keys (both maps) and of values in float32.
 - Shared memory holds the keys and values of the block, `SLOTS` steps of queries, of dO
   and of numbers for each query, and dS of both maps (`Scratch`).
-- Global memory collects the gradients of queries in float32. Each warpgroup adds those
-  of one map, one step later. The order of programs is not fixed, so two runs differ by
-  rounding.
+- Global memory collects the gradients of queries in float32. Each computing warpgroup
+  adds those of one map, one visit later. The order of programs is not fixed, so results
+  of two runs differ by rounding.
 
-Three things keep a thread within its registers: weights are bfloat16 between products;
-waits for barriers stand between products, and ptxas does not move products over them;
-and the index of the warpgroup is read at each use, since otherwise the addresses of all
-operands would be kept in registers.
+Three rules keep a thread within its registers:
+
+- Weights are bfloat16 between products.
+- There are waits for barriers between products. ptxas does not move products over them.
+- The index of the warpgroup is read at each use. Otherwise the addresses of all
+  operands would be kept in registers.
 """
 
 from functools import partial
@@ -34,13 +37,14 @@ from symjax.attention.kernels.gpu.hopper import (
     index_along,
 )
 
-KEYS = 64  # of a warpgroup
+KEYS = 64  # keys of a warpgroup
 BLOCK = 2 * KEYS  # keys of a program
 STEP = 64  # queries of a step
 SLOTS = 2  # steps in shared memory at a time
 SCORES = KEYS, STEP
-# Rows of `numbers`, which a step needs of each query. NORMALISER and DELTA have one row
-# for each map; LESS is −λ; LAST and FIRST are the ends of the keys that a query sees.
+# Rows of `numbers`, each with one number per query. NORMALISER (log₂ Σ exp) and DELTA
+# (D) have one row for each map; LESS is −λ; LAST and FIRST are the last and the first
+# key that a query sees.
 NORMALISER, DELTA, LESS, LAST, FIRST = 0, 2, 4, 5, 6
 BY_QUERY = gpu.Layout.WGMMA.reduce(0)
 
@@ -130,7 +134,7 @@ class GradientProgram:
     def place(self, visit: Any) -> tuple[Any, Any]:
         """Return the query head and the step of a visit.
 
-        Query heads that share the key head follow each other.
+        All steps of one query head come before those of the next.
         """
         if self.group == 1:
             return self.head, self.start + visit
@@ -181,7 +185,7 @@ class GradientProgram:
         sums = pl.run_scoped(self.accumulate, wide, tall, tall)
         mine = _own_keys()
         last = self.start_query_gradients(self.visits - 1, lambda read: read(wait_n=0))
-        # As in `step`: all threads have read dS.
+        # As in `step`: wait until all threads have read dS.
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(self.visits > 0)(lambda: self.add_to_queries(self.visits - 1, last))
         gpu.barrier_arrive(memory.written)
@@ -221,9 +225,9 @@ class GradientProgram:
     def step(self, to_values: Any, to_keys: tuple, visit: Any, scores: Array) -> Array:
         """Add one visit to the sums.
 
-        Each product starts before the work that hides it, so functions are nested in
-        the order in which products are read: scores of the second map, gradients of the
-        queries of the visit before, dP.
+        Each product starts before other work, so that both run at the same time. So
+        functions are nested in the order in which products are read: scores of the
+        second map, gradients of the queries of the visit before, dP.
 
         Args:
             scores: of the first map.
@@ -244,8 +248,8 @@ class GradientProgram:
                 gpu.barrier_wait(memory.third.at[slot])
                 gpu.wgmma(to_values, one + less, changes)
                 earlier = read_earlier(wait_n=1)
-                # No copy is in flight here. This waits for the threads of the
-                # warpgroup: all have read dS, whose place the sums take.
+                # No copy is in flight here. This waits until all threads of the
+                # warpgroup have read dS, whose memory the sums take.
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
                 pl.when(visit > 0)(lambda: self.add_to_queries(visit - 1, earlier))
 
@@ -335,7 +339,7 @@ class GradientProgram:
 
 
 def run_program(*arrays: Any, **options: Any) -> None:
-    """Load, or compute the gradients of a warpgroup's keys."""
+    """Run one program: warpgroup 2 loads, the others compute."""
     program = GradientProgram(*arrays, **options)
     pl.when(_warpgroup() == 2)(program.load)
     pl.when(_warpgroup() < 2)(program.compute)

@@ -1,5 +1,7 @@
 """First state of a run: from a checkpoint, from other weights, or new."""
 
+import contextlib
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,19 @@ def _new_state(
     return state, constants, source
 
 
+def check_origin(origin: str | Path) -> None:
+    """Check that `init_from` names a workdir with checkpoints or a model's folder.
+
+    A run calls this before it packs its data and compiles its step. `weights_of` checks
+    the weights themselves.
+
+    Raises:
+        ValueError: `origin` names neither. The message begins with `init_from`.
+    """
+    with _errors_named():
+        _located(origin)
+
+
 def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> Folder:
     """Return the weights of a run or of a model's folder, converted to `target`.
 
@@ -93,22 +108,36 @@ def weights_of(origin: str | Path, target: config.Model, examples: Examples) -> 
             they were trained on tokens with another meaning than those of `examples`.
             The message begins with `init_from`.
     """
-    try:
-        where = resolve(origin)
-        with store_errors(where):
-            folder, run = is_folder(where), (where / "checkpoints").is_dir()
-        if not folder and not run:
-            raise ValueError(
-                f"{origin} is no workdir of train.py, nor a folder with a model"
-                f"{from_the_hub(origin)}"
-            )
-        if folder:
+    with _errors_named():
+        where, is_model = _located(origin)
+        if is_model:
             found = _folder_weights(where, target, examples)
         else:
             found = _run_weights(where, examples)
         return found._replace(params=convert(found.params, found.options, target))
+
+
+@contextlib.contextmanager
+def _errors_named() -> Iterator[None]:
+    """Begin the message of a ValueError with `init_from`."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
+
+
+def _located(origin: str | Path) -> tuple[epath.Path, bool]:
+    """Return the place of `init_from`, and whether it is a model's folder."""
+    where = resolve(origin)
+    with store_errors(where):
+        if is_folder(where):
+            return where, True
+        if (where / "checkpoints").is_dir():
+            return where, False
+    raise ValueError(
+        f"{origin} is no workdir of train.py, nor a folder with a model"
+        f"{from_the_hub(origin)}"
+    )
 
 
 def _run_weights(workdir: epath.Path, examples: Examples) -> Folder:

@@ -37,7 +37,7 @@ from symjax.monitor.progress import Clock, Progress
 from symjax.storage import local_folder
 from symjax.training import compile, heldout, preflight, transfer
 from symjax.training.context import History, Run, Skips, sessions
-from symjax.training.initial import initial_state
+from symjax.training.initial import check_origin, initial_state
 from symjax.training.messages import introduce, summary
 from symjax.training.prefetch import prefetch
 from symjax.training.saved import described
@@ -107,6 +107,8 @@ def train(
         check_same(checkpoints=Checkpoints(folder).steps())
         meta = all_succeed(lambda: preflight.saved_meta(options, workdir, allow))
         options = preflight.as_begun(options, meta, workdir, allow)
+        if options.init_from and meta is None:
+            all_succeed(lambda: check_origin(options.init_from))
 
         # Data. A signal interrupts the packing at once.
         with interrupts.at_once():

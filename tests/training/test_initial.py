@@ -152,7 +152,6 @@ def test_the_tokens_of_a_folder_of_symjax_are_compared(first, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"init_from": "nowhere"}, "init_from: nowhere is no workdir"),
         ({"model__width": 64}, "init_from: weights of a model with width 32"),
         (
             {"data__tokenizer": "char"},
@@ -168,3 +167,11 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(first, capfd, changes, 
     *progress, message = capfd.readouterr().err.splitlines()
     assert line in message and progress == ["compiling the training step"]
     assert not (folder / "third").exists()
+
+
+def test_a_misspelt_init_from_is_refused_before_data_are_read(tmp_path, capfd):
+    workdir, changes = tmp_path / "run", {"init_from": "nowhere"}
+    assert call("train", words(tmp_path / "no-text", workdir, **changes)) == 2
+    (message,) = capfd.readouterr().err.splitlines()
+    assert "init_from: nowhere is no workdir" in message
+    assert not workdir.exists()

@@ -65,7 +65,7 @@ Row = dict[str, Any]
 
 
 def main(words: list[str]) -> int:
-    sys.path.insert(0, str(ROOT))  # of `configs`
+    sys.path.insert(0, str(ROOT))  # configs are not installed
     chosen = parse(words)
     before, target = chosen.against, chosen.target
     if chosen.what == "functions":

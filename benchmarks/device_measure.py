@@ -23,7 +23,7 @@ def measure(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
     """Yield figures of a row as soon as they are known, or {"fault": …}.
 
     Args:
-        seconds: that are left for the row.
+        seconds: time that is left for the row.
     """
     use_compile_cache()
     found = attempt(PARTS[row.part], row, sizes, seconds)

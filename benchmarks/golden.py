@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Largest change of losses, largest ratio of costs, largest change of evaluations.
+# Largest change of a loss, largest ratio of a cost, largest change of an evaluation.
 LOSS, COST, EDGE = 1e-6, 1.02, 1e-6
 EXACT = 1e-12  # largest change of losses in float64
 
@@ -75,9 +75,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "universal": ("universal", {}),
     "encoder": ("encoder:masked", {"model.pattern": "softmax,linear"}),
 }
-# All tasks that apply, except `speed`, whose numbers are times. `sample` is last since
-# its text is cut from the end of the output. `length` compiles eight models, so only
-# two models run it.
+# Tasks of all models. Tasks of one data source are left out, and so are `speed`, whose
+# numbers are times, `maps`, `spectrum` and `symmetry`. `sample` is last since its text
+# is cut from the end of the output. `length` compiles eight models, so only two models
+# run it.
 TASKS = (
     "loss,lambda,position,noise,self_share,dilution,entropy,support,rank,outliers,"
     "approximation,gradients,dimension,sample"

@@ -5,8 +5,8 @@ import os
 import tempfile
 from importlib import metadata
 
-# Nearly all of the million objects are caches of jax, which stay. Collecting garbage as
-# often as usual takes a tenth of the suite's time.
+# The suite's process has a million Python objects. Nearly all are in caches of jax and
+# stay, and to look for garbage among them as often as usual takes a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
 
 # Nearly all of the suite's time is compiling. It takes half as long without XLA's
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def x64():
-    """Enable float64 in one test. All other tests run in float32, as users do."""
+    """Enable float64 in a whole test. Other tests run in float32 by default."""
     with jax.enable_x64(True):
         yield
 
@@ -78,7 +78,7 @@ def compilations():
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """Print no line about measurements that take long."""
+    """Print no line about evaluation tasks that take long."""
     monkeypatch.setattr("symjax.evaluation.results.QUIET", 600.0)
 
 

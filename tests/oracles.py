@@ -1,4 +1,4 @@
-"""Definitions of the mechanisms, pair by pair, in float64.
+"""Definitions of the mechanisms in float64: pair by pair, or token by token.
 
 `module` is numpy, or jax.numpy where tests differentiate a definition.
 """
@@ -25,7 +25,10 @@ def seen(batch, queries, keys, *, causal=False, mask=None, segment_ids=None):
 
 
 def weighted_mean(logarithms, signs, value, pairs, module=np):
-    """Return Σ_s w v_s / Σ_s w of visible pairs, w = sign · exp(logarithm); else 0."""
+    """Return Σ_s w v_s / Σ_s w over the visible keys, or 0 where Σ_s w is 0.
+
+    w = sign · exp(logarithm)
+    """
     value = module.repeat(value, logarithms.shape[1] // value.shape[2], axis=2)
     logarithms = module.where(pairs, logarithms, -np.inf)
     highest = logarithms.max(axis=-1, keepdims=True)
@@ -134,7 +137,10 @@ def visible(
     mask=True,
     segment_ids=None,
 ):
-    """Return which keys each query sees [B N T S]; the last query is the last key."""
+    """Return which keys each query sees [B N T S]; the last query is at the last key.
+
+    With `mask_self` a query that sees other keys does not see its own.
+    """
     pairs = np.broadcast_to(mask, (batch, heads, queries, keys)).copy()
     run = None
     if segment_ids is not None:
@@ -184,14 +190,14 @@ def scores(
 
 
 def softmax_weights(scores, pairs, module=np):
-    """Return exp(score) / Σ exp(score) over the visible keys, 0 without any."""
+    """Return exp(score) / Σ exp(score) over the visible keys; 0 for hidden keys."""
     powers = module.where(pairs, module.exp(module.where(pairs, scores, 0.0)), 0.0)
     total = powers.sum(axis=-1, keepdims=True)
     return powers / module.where(total == 0, 1.0, total)
 
 
 def sparse_weights(power, scores, pairs, module=np):
-    """Return weights [z/power − τ]₊^power that sum to 1 over the visible keys, else 0.
+    """Return weights [z/power − τ]₊^power of the visible keys, which sum to 1.
 
     Power 1 is sparsemax and 2 is entmax-1.5. Σ_r [z_r/power − x]₊^power falls with x
     and is 1 at x = τ. So the support, z_s/power > τ, has those s for which the sum at
@@ -321,7 +327,8 @@ def differential(
 ):
     """Compute differential V1 head by head, with the keys and values of its group.
 
-    Every `signals` heads share a noise map, whose query and key follow theirs.
+    Every `signals` heads share a noise map. Its query follows the queries of these
+    heads, and its key follows their keys.
     """
     groups = query.shape[2] // (signals + 1)
     heads, kv_heads = signals * groups, value.shape[2]
@@ -394,7 +401,7 @@ def scaled_frequencies(
     Position interpolation (arXiv:2306.15595), NTK and YaRN (arXiv:2309.00071), Llama 3.
     """
 
-    def pair_with(turns):  # where base^(−2i/R) · original_length = 2π · turns
+    def pair_with(turns):  # i, where base^(−2i/R) · original_length = 2π · turns
         ratio = original_length / (2 * np.pi * turns)
         return size * np.log(ratio) / (2 * np.log(base))
 
@@ -476,9 +483,9 @@ def flash(
     module=np,
     **seen_by,
 ):
-    """Compute FLASH by one map: relu² in a group, plain products across groups.
+    """Compute FLASH: relu² of pairs in a group, and plain products of all pairs.
 
-    If causal, only keys of earlier groups count across groups.
+    If causal, the plain products are those with keys of earlier groups.
     """
     length = query.shape[1]
     pairs = seen(query.shape[0], length, length, **seen_by)
@@ -604,7 +611,7 @@ def causal_matrix_function(
     log_decay=None,
     normalise="none",
 ):
-    """Compute the last row of f(scale · QQᵀ) V of every token and its visible past.
+    """Compute for every token the last row of f(scale · QQᵀ) V of its visible prefix.
 
     The eigenvalues of a prefix are the squared singular values of its Q. A decay since
     token s multiplies q_s q_sᵀ and q_s v_sᵀ. Hidden tokens have a zero row.

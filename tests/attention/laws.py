@@ -1,7 +1,8 @@
 """Laws that every mechanism of linear time obeys.
 
-Each law is a function of a `Mechanism`: the forms of a mechanism, and its definition by
-pairs. LAWS lists them; test files run all of them on their mechanisms.
+A law in LAWS is a function of a `Mechanism`: the forms of a mechanism, and its
+definition by pairs. Test files run all of LAWS on their mechanisms, or CAUSAL_LAWS on
+mechanisms that have only a causal form.
 """
 
 from collections.abc import Callable
@@ -125,7 +126,7 @@ def stepwise(mechanism, query, key, value, state):
 
 
 def it_equals_its_definition(mechanism):
-    """With all pairs and causally, each without and with hidden keys."""
+    """The whole form and the causal form, each without and with hidden keys."""
     arrays, mask = inputs(), hiding(T)
     for form, causal in zip(mechanism.both, (False, True), strict=True):
         wanted = mechanism.oracle(*arrays, causal=causal)
@@ -171,7 +172,7 @@ def chunks_of_any_size_agree(mechanism):
 
 
 def parallel_chunks_agree(mechanism):
-    """Accelerators merge the states of chunks of 128 tokens, also across segments."""
+    """Accelerators merge the states of chunks of 128 tokens; here with segments too."""
     length = 300
     arrays = inputs(length)
     segments = np.broadcast_to(np.arange(length) // 70, (B, length))
@@ -392,10 +393,7 @@ def wrong_shapes_are_named(mechanism):
 
 
 def nothing_of_size_T_T_or_T_M_V_is_kept(mechanism):
-    """The largest array of the gradient has the size of a few inputs.
-
-    Accelerators handle the pairs of 4096 tokens in parallel, in chunks of 128.
-    """
+    """The largest array of the gradient has at most twice the size of an input."""
     length = 2**17
     arrays = [np.zeros((1, length, 1, size), np.float32) for size in (H, H, V)]
 
@@ -448,7 +446,7 @@ LAWS = (
     wrong_shapes_are_named,
     nothing_of_size_T_T_or_T_M_V_is_kept,
 )
-# Of a mechanism whose only form is causal, which stands for `whole` too.
+# Laws of mechanisms that have only a causal form. It is also their `whole`.
 CAUSAL_LAWS = tuple(
     law
     for law in LAWS

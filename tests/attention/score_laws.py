@@ -1,7 +1,7 @@
 """Laws that every mechanism that scores pairs obeys.
 
-Each law is a function of a `Scored`: a function of arrays and its definition. LAWS says
-which mechanisms are tested by which law.
+Each law is a function of a `Scored`: a mechanism as a function of arrays, and its
+definition. LAWS says which mechanisms are tested by which law.
 """
 
 from collections.abc import Callable
@@ -78,13 +78,16 @@ def _branches(length, keys):
 
 
 def _groups(length, keys):
-    """Two signal heads share a noise head: N noise heads, each with mask and bias."""
+    """Return shapes for N noise heads, each shared by two signal heads.
+
+    Masks and biases have one entry per noise head.
+    """
     kept = (B, keys, 2 * K, H), (B, keys, K, V)
     return (B, length, 3 * N, H), *kept, (2 * N,)
 
 
 def _groups_of_keys(length, keys):
-    """As `_groups`, with a signal key for each head and a noise key for two."""
+    """Return shapes as `_groups`, with a key per signal head and N noise keys."""
     kept = (B, keys, 3 * N, H), (B, keys, 2 * N, V)
     return (B, length, 3 * N, H), *kept, (2 * N,)
 
@@ -112,7 +115,7 @@ def _at_a_distance(length, keys):
 
 
 def _by_distance(*arrays, length_base=None, **options):
-    """There is one law of length: that of a base is left out."""
+    """Leave out `length_base`, since a call takes only one law of length."""
     return attention.softmax(*arrays, length_scale="distance", **options)
 
 

@@ -43,8 +43,8 @@ wrong devices, except that machines without a TPU interpret the kernels for TPUs
 `implementation=` of decay_causal and delta_causal may name a kernel of
 `OF_RECURRENCES`, which runs only in this way.
 
-`run_heads` chooses separately: between XLA and the kernels that rotate or normalise the
-heads of queries and keys on a TPU (`tpu.heads`).
+`run_heads` makes a choice of its own: between XLA and the kernels of `tpu.heads`, which
+rotate or normalise heads on a TPU.
 
 The module of a kernel is imported when a call first tries the kernel.
 """

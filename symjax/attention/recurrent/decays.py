@@ -73,9 +73,9 @@ def shared_or_per_token(
     """
     check_arrays(who, key=key)
     batch, length, heads, size = key.shape
-    given, log_decay = log_decay, as_array(who, "log_decay", log_decay)
-    given_shape = log_decay.shape
-    if given_shape == (heads,):
+    argument, log_decay = log_decay, as_array(who, "log_decay", log_decay)
+    argument_shape = log_decay.shape
+    if argument_shape == (heads,):
         log_decay = log_decay[None, None]
     shape = log_decay.shape
     fits = len(shape) in (3, 4) and shape[2:] in ((heads,), (heads, size))
@@ -83,9 +83,9 @@ def shared_or_per_token(
         raise ValueError(
             f"{who}: log_decay must be [{heads}], [{batch} or 1, {length} or 1, "
             f"{heads}] or [{batch} or 1, {length} or 1, {heads}, {size}] for key "
-            f"{key.shape}, got {given_shape}"
+            f"{key.shape}, got {argument_shape}"
         )
-    check_log_decay(who, given if hasattr(given, "shape") else log_decay)
+    check_log_decay(who, argument if hasattr(argument, "shape") else log_decay)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
     constant = log_decay.shape[:2] == (1, 1) and log_decay.shape[3] == 1

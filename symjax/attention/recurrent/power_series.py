@@ -74,7 +74,7 @@ class PowerSeries:
     """Recurrence of a function of QQᵀ that is a power series.
 
     Attributes:
-        name: "exp", "expm1" or "ones_plus" (`_row`); None for a polynomial.
+        name: "exp", "expm1" or "ones_plus"; None for a polynomial.
         unit_rows: divide every row of the matrix by its Euclidean norm.
     """
 
@@ -115,16 +115,16 @@ class PowerSeries:
         def times_matrix(x: Array) -> Array:
             return prepared.scale * read(x, state.moments, key)
 
-        constant, reached = self._row(state, prepared, key, times_matrix)
-        rows = prepared.scale * read(reached, state.sums, value) + constant * value
-        if self.unit_rows:
-            within = 2 * constant * key + times_matrix(reached)
-            squares = prepared.scale * (reached * within).sum(axis=-1)
+        constant, series = self._constant_and_series(state, prepared, key, times_matrix)
+        rows = prepared.scale * read(series, state.sums, value) + constant * value
+        if self.unit_rows:  # the sum of the squares of a row is constant² + squares
+            factor = 2 * constant * key + times_matrix(series)
+            squares = prepared.scale * (series * factor).sum(axis=-1)
             rows = over_root(rows, (constant**2 + squares)[..., None])
         own, through = self.effect(prepared)
         return _decayed_sum(state, own, through), time_first(rows[:, :, None])
 
-    def _row(
+    def _constant_and_series(
         self,
         state: MatrixFunctionState,
         prepared: PreparedSeries,
@@ -158,14 +158,14 @@ class PowerSeries:
         """Return ‖A_t‖², the sum of the squared scores of each prefix."""
         product = products(*prepared.chunk[:3])
         moments = state.moments[..., :-1, :-1]
-        left = jnp.exp(prepared.since[..., 0])
-        both = einsum("bkth,bkhi,bkti->bkt", query, moments, query)
-        both = left * product("bkts,bks->bkt", prepared.pairs, both)
+        fade = jnp.exp(prepared.since[..., 0])
+        crossed = einsum("bkth,bkhi,bkti->bkt", query, moments, query)
+        crossed = fade * product("bkts,bks->bkt", prepared.pairs, crossed)
         scores = product("bkth,bksh->bkts", query, query)
         inside = product("bkts,bksr->bktr", prepared.pairs, scores**2)
         inside = (inside * prepared.pairs).sum(axis=-1)
-        past = left**2 * (moments**2).sum(axis=(-1, -2))[..., None]
-        return prepared.scale**2 * (past + 2 * both + inside)
+        past = fade**2 * (moments**2).sum(axis=(-1, -2))[..., None]
+        return prepared.scale**2 * (past + 2 * crossed + inside)
 
     def effect(
         self, prepared: PreparedSeries
@@ -186,8 +186,8 @@ def _decayed_sum(
     through: Float[Array, "B K 1"],
 ) -> MatrixFunctionState:
     """Return the earlier state, decayed by exp(through), plus the later one."""
-    left = jnp.exp(through)[..., None]
-    return jax.tree.map(lambda x, y: left * x + y, earlier, later)
+    fade = jnp.exp(through)[..., None]
+    return jax.tree.map(lambda x, y: fade * x + y, earlier, later)
 
 
 def _horner(

@@ -106,7 +106,10 @@ class Recurrence(ChunkwiseForm, Protocol):
 
     @property
     def kernel(self) -> str | None:
-        """Family of its kernels: "features", "decay" or "delta"; None: it has none."""
+        """Family of its kernels in `kernels.dispatch`; None if it has no kernel.
+
+        The families of recurrences are "features", "decay" and "delta".
+        """
         ...
 
     def empty(self, parameters: Any, sizes: tuple[int, int, int, int], dtype) -> Any:

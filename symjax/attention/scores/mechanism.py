@@ -57,8 +57,8 @@ class ScoreMechanism:
         implementations: names that a call may choose. "rows" and "whole" support all
             weights. "tpu", "gpu_differential", "cudnn" and "ring" compute
             exp(score) / Σ exp, so only softmax has them.
-        own: options of the mechanism, passed to `weights` as keywords, for instance
-            `cap` of `softcap(query, key, value, cap=30.0)`.
+        own: options that the mechanism declares. A call takes them as keywords, and
+            passes them to `weights`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The keys that rows may see, as intervals, and the blocks that a kernel must visit.
+"""Intervals of keys that rows may see, and the blocks that a kernel has to visit.
 
 Causality, a window and segments leave each row an interval of keys. A padding mask
 hides keys from all rows, and `mask_self` hides the key at a row's own position.

@@ -198,7 +198,8 @@ def _ring_backward(
 
     Gradients of rows stay on their device; those of keys and values pass around the
     ring. The weights are w = exp(score − logarithm), with the logarithm as a constant.
-    The output is Σ w v / Σ w, and the gradient flows through both sums. Σ w is 1.
+    The output is Σ w v / Σ w, where Σ w includes the sink. The gradient flows through
+    both sums, although Σ w is always 1.
     """
     inputs, rows, visibility, output, logarithm = residuals
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype
@@ -214,10 +215,10 @@ def _ring_backward(
         def visit(gradients: tuple) -> tuple:
             def block(shared: tuple, part: tuple) -> tuple:
                 of_rows, rows, logarithm, *sum_gradients = part
-                seen = _visibility_of_source(visibility, rows, inputs, source)
+                of_source = _visibility_of_source(visibility, rows, inputs, source)
 
                 def weigh(here: RingInputs) -> tuple[Array, Array]:
-                    scores = _scores(settings, here, seen)
+                    scores = _scores(settings, here, of_source)
                     weights = jnp.exp(scores - logarithm[..., None])
                     # In float32 at least, or the two gradients of w would not cancel.
                     values = weighted_sum(weights, here.value.astype(wide))
@@ -267,21 +268,25 @@ def _visibility_of_source(
     return visibility.map_keys(keys), source
 
 
-def _scores(settings: RingSettings, inputs: RingInputs, seen: tuple) -> Array:
-    """Return the scores of a block of rows and the keys of a device; −∞ if hidden."""
-    visibility, source = seen
+def _scores(settings: RingSettings, inputs: RingInputs, of_source: tuple) -> Array:
+    """Return the scores of a block of rows and the keys of a device; −∞ if hidden.
+
+    Args:
+        of_source: the result of `_visibility_of_source`.
+    """
+    visibility, source = of_source
     length = inputs.key.shape[2]
-    of_source = partial(part, axis=3, start=source * length, size=length)
+    cut = partial(part, axis=3, start=source * length, size=length)
     operands = Operands(
         inputs.rows.query,
         inputs.key,
         inputs.value,
-        of_source(inputs.bias),
+        cut(inputs.bias),
         inputs.slopes,
         None,
         inputs.scale,
         visibility,
-        Adjustment(inputs.rows.decay, of_source(inputs.decay)),
+        Adjustment(inputs.rows.decay, cut(inputs.decay)),
     )
     visible = visibility.pairs()
     scores = scored(settings.score_settings, operands, visible)
@@ -289,10 +294,10 @@ def _scores(settings: RingSettings, inputs: RingInputs, seen: tuple) -> Array:
 
 
 def _update(
-    settings: RingSettings, inputs: RingInputs, seen: tuple, sums: OnlineSums
+    settings: RingSettings, inputs: RingInputs, of_source: tuple, sums: OnlineSums
 ) -> OnlineSums:
     """Return the sums of rows after the keys of one more device."""
-    scores = _scores(settings, inputs, seen)
+    scores = _scores(settings, inputs, of_source)
     running_max = jnp.maximum(sums.running_max, scores.max(axis=-1))
     rescale = jnp.exp(sums.running_max - _finite(running_max))
     weights = jnp.exp(scores - _finite(running_max)[..., None])

@@ -77,7 +77,8 @@ def forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"], FeatureResiduals | None]:
     """Return the output, its denominators, and the residuals.
 
-    A row that sees nothing is 0. T is a multiple of `CHUNK`, and M of a block.
+    A row that sees no key is 0. T is a multiple of `CHUNK`, and M a multiple of the
+    block size.
 
     Args:
         keep: whether to return residuals; if not, None is in their place.

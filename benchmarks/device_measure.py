@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from device_correctness import cases, errors
+from device_generate import DIFF_LLAMA, diff_llama
 from device_jobs import Arrays, Job, OutOfTime, at_most, in_turns, job
-from device_models import decode_speed, step_speed
+from device_models import DECODED, decode_speed, step_speed
 from device_peers import Rival, ours, peers
 from device_rows import RIVAL, Row, Sizes
 from device_study import study
@@ -186,9 +187,22 @@ def correctness(row: Row, sizes: Sizes, seconds: float) -> Found:
     return errors(cases(sizes.correctness)[row.subject])
 
 
-def decode(row: Row, sizes: Sizes, seconds: float) -> Found:
+def decode(row: Row, sizes: Sizes, seconds: float) -> Iterator[Found]:
+    """Time decoding after a context; differential attention beside transformers.
+
+    `speed` of the rival is its time divided by ours: above 1, ours is faster.
+    """
     context = max(1, row.tokens // sizes.divisor)
-    return decode_speed(row.subject, context, sizes)
+    yield (found := decode_speed(row.subject, context, sizes))
+    if row.subject != "diff":
+        return
+    rival = attempt(diff_llama, context, found["tokens"], DECODED, sizes)
+    if "fault" in rival:
+        rival = {"missing": rival["fault"]}
+    else:
+        ratio = found["tokens_per_second"] / rival["tokens_per_second"]
+        rival = {"speed": ratio} | rival
+    yield {"rivals": {DIFF_LLAMA: rival}}
 
 
 def steps(row: Row, sizes: Sizes, seconds: float) -> Found:

@@ -139,4 +139,9 @@ def decode_speed(name: str, context: int, sizes: Sizes) -> dict[str, Any]:
     ready = time.perf_counter() - began
     times = in_turns({"": jax_job(found.run)}, sizes.rounds, sizes.patience)[""]
     rate = found.tokens / float(np.median(times))
-    return {"tokens_per_second": rate, "mib": found.memory, "ready_s": round(ready, 2)}
+    return {
+        "tokens_per_second": rate,
+        "tokens": found.tokens,
+        "mib": found.memory,
+        "ready_s": round(ready, 2),
+    }

@@ -75,6 +75,7 @@ def test_wrong_numbers_are_faults():
         ("steps", "diff_sym 125m", 0, ("tokens_per_second", "compile_s")),
         ("steps", "gpt 125m, documents apart", 0, ("tokens_per_second",)),
         ("decode", "delta", 512, ("tokens_per_second", "ready_s")),
+        ("decode", "diff", 512, ("tokens_per_second", "ready_s")),
     ),
 )
 def test_every_part_measures_on_a_cpu(part, subject, tokens, figures):
@@ -88,6 +89,8 @@ def test_every_part_measures_on_a_cpu(part, subject, tokens, figures):
     assert all(found[figure] > 0 for figure in figures), found
     if subject == "softmax":  # missing libraries are named
         assert "missing" in found["rivals"]["cudnn"]
+    if subject == "diff":
+        assert {"missing", "speed"} & set(found["rivals"]["generate of DiffLlama"])
 
 
 def test_the_study_runs_processes_and_resumes(monkeypatch, tmp_path):

@@ -210,10 +210,10 @@ def errors(case: Case) -> dict[str, Any]:
         arrays = [jnp.asarray(x, dtype) for x in draw]
         shape = jax.eval_shape(case.attend, *arrays).shape
         # In bfloat16, so that a cast to the dtype of the output changes nothing.
-        given = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), *arrays
+        operands = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), *arrays
         with ThreadPoolExecutor(1) as other:
-            wanted = other.submit(in_float64, exact, [*map(wide, given)])
-            found = jax.jit(function, compiler_options=untuned)(*given)
+            wanted = other.submit(in_float64, exact, [*map(wide, operands)])
+            found = jax.jit(function, compiler_options=untuned)(*operands)
         both = zip(map(wide, found), map(wide, wanted.result()), strict=True)
         forward, *gradients = (
             float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in both

@@ -88,11 +88,11 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
     lengths = random.geometric(1 / DOCUMENT, text.size)
 
     def rows(start: int, stop: int) -> tuple:
-        given = text[start:stop], text[start:stop]
+        joined = text[start:stop], text[start:stop]
         starts = np.arange(start, stop) * model.length
         if not separate:
-            return given
-        return with_segment_ids(starts, *given, np.cumsum(lengths), shared=False)
+            return joined
+        return with_segment_ids(starts, *joined, np.cumsum(lengths), shared=False)
 
     batch, seen = program.place(shape, rows), model.length
     if separate:  # `seen` is the length of a joined row with as many pairs per token

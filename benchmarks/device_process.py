@@ -29,8 +29,8 @@ class Measuring:
         """
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
-        given = (other, self.sizes)
-        self.process = context.Process(target=serve, args=given, daemon=True)
+        arguments = (other, self.sizes)
+        self.process = context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
         other.close()
         self.device: str = self.connection.recv()

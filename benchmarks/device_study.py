@@ -39,8 +39,8 @@ def study(row: Row, sizes: Sizes, seconds: float) -> dict[str, Any]:
     left = train_together(runs, sizes.together, seconds)
     if left:
         return {"fault": f"{len(runs) - len(left)} of {len(runs)} runs are complete"}
-    given = ["--configs", ",".join(files), "--seeds", sizes.seeds, *words]
-    compare.main([*given, "--out", str(out)])
+    arguments = ["--configs", ",".join(files), "--seeds", sizes.seeds, *words]
+    compare.main([*arguments, "--out", str(out)])
     found = json.loads((out / "compare.json").read_text(encoding="utf-8"))["compare"]
     loss = f"held-out ({found['unit']})"
     return {f"{x['configuration']}_heldout": x[loss] for x in found["configurations"]}

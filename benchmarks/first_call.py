@@ -4,10 +4,10 @@
     python -m benchmarks.first_call --target h200-1 --rounds 1
 
 Each call is the gradient of the sum of squares of causal attention at [1, 1024, 8, 64]
-in float32, with respect to query, key and value, and to gates where there are any.
-Differential attention has four heads with two branches of 64 and values of 128. "decay"
-has a gate per token and head, "retention" the same decays for all tokens, and "gla" a
-gate per channel.
+in float32, with respect to query, key and value, and to gates where there are any. It
+is compiled for the CPU, also on a machine with an accelerator. Differential attention
+has four heads with two branches of 64 and values of 128. "decay" has a gate per token
+and head, "retention" the same decays for all tokens, and "gla" a gate per channel.
 
 --target compiles for one chip of a machine that need not be present, in bfloat16. The
 compiler for TPUs is in the package jax[tpu], the compiler for GPUs in jax[cuda13].
@@ -101,7 +101,7 @@ def gradient(
     """Return the jitted gradient of a call, and the shapes of its arguments.
 
     Args:
-        place: where the arguments of a target are; None: on this machine.
+        place: where the arguments of a target are; None: on the CPU.
     """
     attend, shapes = CALLS[name]
 
@@ -182,7 +182,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lines", action="store_true", help="only count lines")
-    parser.add_argument("--target", help="v5e-4, h200-1 … (default: this machine)")
+    parser.add_argument("--target", help="v5e-4, h200-1 … (default: the CPU)")
     chosen = parser.parse_args(words)
     try:
         chosen.target = chosen.target and targets.find(chosen.target)

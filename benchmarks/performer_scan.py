@@ -114,7 +114,7 @@ def main(rounds: int = 15) -> None:
         projection = attention.orthogonal_projection(jax.random.key(0), count, SIZE)
         for length in LENGTHS:
             draw = np.random.default_rng(0).normal(size=(3, 1, length, HEADS, SIZE))
-            given = [jnp.asarray(x, jnp.float32) / 2 for x in draw]
+            inputs = [jnp.asarray(x, jnp.float32) / 2 for x in draw]
             print(f"{count:<9}{length:>7}", end="")
             for backward in (False, True):
                 rivals = {}
@@ -124,7 +124,7 @@ def main(rounds: int = 15) -> None:
                     ("bare", bare),
                 ):
                     call = partial(attend, projection=projection)
-                    rivals[name] = compiled(call, given, backward)
+                    rivals[name] = compiled(call, inputs, backward)
                 times = in_turn(rivals, rounds)
                 print(f"{milliseconds(times, 'ours'):10.1f}", end="")
                 print(f"{ratio(times, 'scan', 'ours'):11.2f}", end="")
@@ -132,7 +132,7 @@ def main(rounds: int = 15) -> None:
             print()
 
 
-def compiled(attend, given, backward: bool):
+def compiled(attend, inputs, backward: bool):
     """Return a function that runs the compiled program to its end."""
     function = attend
     if backward:
@@ -141,8 +141,8 @@ def compiled(attend, given, backward: bool):
             return jnp.square(attend(*arrays)).sum()
 
         function = jax.value_and_grad(loss, (0, 1, 2))
-    program = jax.jit(function).lower(*given).compile()
-    return lambda: jax.block_until_ready(program(*given))
+    program = jax.jit(function).lower(*inputs).compile()
+    return lambda: jax.block_until_ready(program(*inputs))
 
 
 if __name__ == "__main__":

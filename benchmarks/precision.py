@@ -195,8 +195,8 @@ def pair_forward(passes: int, subscripts: str, *arrays: jax.Array) -> tuple:
 def pair_backward(passes: int, subscripts: str, arrays: tuple, change: Any) -> tuple:
     def gradient(i: int) -> jax.Array:
         def by(change: jax.Array, other: jax.Array) -> jax.Array:
-            given = (other, arrays[1]) if i else (arrays[0], other)
-            _, pull = jax.vjp(partial(jnp.einsum, subscripts), *given)
+            operands = (other, arrays[1]) if i else (arrays[0], other)
+            _, pull = jax.vjp(partial(jnp.einsum, subscripts), *operands)
             return pull(change)[i]
 
         return sum(by(*x) for x in parts(passes, change, arrays[1 - i]))

@@ -57,11 +57,11 @@ def main(rounds: int = 15) -> None:
         # First, since whole maps take memory that must then be allocated again.
         times = in_turn(rows, rounds)
         columns = [ratio(times, "differential", "softmax")]
-        for name, form, given in (
+        for name, form, operands in (
             ("differential", differential, two),
             ("softmax", softmax, one),
         ):
-            whole = gradient(partial(form, implementation="whole"), given)
+            whole = gradient(partial(form, implementation="whole"), operands)
             both = in_turn({"rows": rows[name], "whole": whole}, rounds)
             columns.insert(0, ratio(both, "whole", "rows"))
         print(f"{str(shape):18} {milliseconds(times, 'softmax'):>8.2f}", end="")

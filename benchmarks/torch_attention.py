@@ -26,21 +26,21 @@ def ours(arrays: list[np.ndarray]):
     def loss(query, key, value):
         return jnp.square(attention.softmax(query, key, value, is_causal=True)).sum()
 
-    given = [jnp.asarray(x) for x in arrays]
-    gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*given).compile()
-    return lambda: jax.block_until_ready(gradient(*given))
+    inputs = [jnp.asarray(x) for x in arrays]
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*inputs).compile()
+    return lambda: jax.block_until_ready(gradient(*inputs))
 
 
 def theirs(arrays: list[np.ndarray]):
-    given = [torch.tensor(x).transpose(1, 2).contiguous() for x in arrays]
-    given = [x.requires_grad_() for x in given]
+    tensors = [torch.tensor(x).transpose(1, 2).contiguous() for x in arrays]
+    tensors = [x.requires_grad_() for x in tensors]
 
     def call():
         output = torch.nn.functional.scaled_dot_product_attention(
-            *given, is_causal=True
+            *tensors, is_causal=True
         )
         loss = output.square().sum()
-        return loss, *torch.autograd.grad(loss, given)
+        return loss, *torch.autograd.grad(loss, tensors)
 
     return call
 

@@ -92,9 +92,9 @@ class Model(nn.Module):
         model = options.model
         self.tokens = nn.Embedding(VOCABULARY, model.width)
         self.places = nn.Embedding(model.length, model.width)
-        given = attention, model.width, model.heads
+        arguments = attention, model.width, model.heads
         self.blocks = nn.ModuleList(
-            Block(*given, depth, model.dropout) for depth in range(model.depth)
+            Block(*arguments, depth, model.dropout) for depth in range(model.depth)
         )
         self.norm = nn.LayerNorm(model.width)
         self.head = nn.Linear(model.width, VOCABULARY)

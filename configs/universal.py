@@ -1,10 +1,10 @@
-"""Universal Transformer: one block is repeated, as often as each token needs.
+"""Universal Transformer: one block is repeated until each token halts.
 
     python train.py --config configs/universal.py:tiny
     python train.py --config configs/universal.py
 
-The model has the weights of one layer. At `depth` steps it costs as much as `depth`
-layers.
+The model has the weights of one layer, and costs as much as `depth` layers: all tokens
+are computed in every step, those that have halted too.
 
 Expected: a held-out loss of 2.086 nats/byte after 300 steps of `:tiny`, which has
 264,961 parameters. Each of 1,024 tokens then took two steps. A table of trigrams

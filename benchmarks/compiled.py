@@ -180,8 +180,8 @@ def rivals(size: int) -> dict[str, Rival]:
         size: head size of the mechanisms of linear time.
     """
     pairs, linear = (ours(ROWS, LENGTH, HEADS, x) for x in (SCORED, size))
-    scored = ("softmax", "symmetric", "differential V1", "differential V2")
-    found = {x: pairs[x] if x in scored else linear[x] for x in linear}
+    scored = ("softmax", "symmetric", "differential")  # beginnings of their names
+    found = {x: pairs[x] if x.startswith(scored) else linear[x] for x in linear}
     alone = (ROWS, LENGTH, 1, SCORED), (ROWS, LENGTH, 1, HEADS * SCORED)
     gau = partial(attention.gau, divisor=LENGTH, is_causal=True)
     for name, attend, shapes in (

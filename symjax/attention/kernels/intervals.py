@@ -94,7 +94,7 @@ def _extents(runs: Int[Array, "b S"]) -> tuple[Array, Array]:
 
 
 def blocks_of_rows(
-    seen: RowIntervals, keys: int, rows: int, size: int
+    intervals: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
     """Return the blocks of `size` keys that each block of `rows` rows visits.
 
@@ -102,13 +102,13 @@ def blocks_of_rows(
         Four block numbers: the first block to visit; the first block that all rows see
         whole, and the one after the last of these; the one after the last to visit.
     """
-    filling = ((0, 0), (0, 0), (0, -seen.rows.shape[2] % rows))
-    cut = jnp.pad(seen.rows, filling, "edge")
+    filling = ((0, 0), (0, 0), (0, -intervals.rows.shape[2] % rows))
+    cut = jnp.pad(intervals.rows, filling, "edge")
     begin, end, own = jnp.moveaxis(cut.reshape(*cut.shape[:2], -1, rows), 1, 0)
     low, high, whole_low = begin.min(-1), end.max(-1), begin.max(-1)
     whole_high = jnp.minimum(end, jnp.where(own < 0, keys, own)).min(-1)
-    if seen.exists is not None:
-        index, exists = jnp.arange(keys)[None], seen.exists
+    if intervals.exists is not None:
+        index, exists = jnp.arange(keys)[None], intervals.exists
         start = jnp.where(exists, index, keys).min(axis=1, keepdims=True)
         stop = jnp.where(exists, index + 1, 0).max(axis=1, keepdims=True)
         gap = jnp.where(~exists & (index > start), index, keys)
@@ -119,13 +119,13 @@ def blocks_of_rows(
 
 
 def blocks_of_keys(
-    seen: RowIntervals, keys: int, rows: int, size: int
+    intervals: RowIntervals, keys: int, rows: int, size: int
 ) -> Int[Array, "b 4 blocks"]:
     """Return the blocks of `rows` rows that visit each block of `size` keys.
 
     The four block numbers are as in `blocks_of_rows`. O(T S / size)
     """
-    begin, end, own = (x[:, None] for x in jnp.moveaxis(seen.rows, 1, 0))
+    begin, end, own = (x[:, None] for x in jnp.moveaxis(intervals.rows, 1, 0))
     count, index = -(-keys // size), jnp.arange(begin.shape[-1])[None, None]
     start = (jnp.arange(count) * size)[None, :, None]
     stop = start + size
@@ -138,9 +138,9 @@ def blocks_of_keys(
     part = (end < stop) | (own >= start) & (own < stop)
     whole_low = jnp.where(part, index + 1, 0).max(-1)
     whole_high = (begin <= start).sum(-1)
-    if seen.exists is not None:
+    if intervals.exists is not None:
         filling = ((0, 0), (0, count * size - keys))
-        exists = jnp.pad(seen.exists, filling).reshape(-1, count, size)
+        exists = jnp.pad(intervals.exists, filling).reshape(-1, count, size)
         high = jnp.where(exists.any(-1), high, low)
         whole_high = jnp.where(exists.all(-1), whole_high, whole_low)
     return _in_blocks(low, high, whole_low, whole_high, rows, index.size)

@@ -97,7 +97,7 @@ def _sums_over_all_keys(
             return _read_centred(recurrence, centred, prepared)
         state, _ = recurrence.effect(prepared)
         return query_state(arithmetic, state, prepared.query)
-    # Few keys: pairs cost less than a state, and lose no digits to cancellation.
+    # Few keys: pairs cost less than a state, and fewer terms cancel.
     return recurrence.row_sums(state, prepared, jnp.ones((1, 1, 1), bool))
 
 

@@ -171,9 +171,9 @@ class PowerSeries:
         self, prepared: PreparedSeries
     ) -> tuple[MatrixFunctionState, Float[Array, "B K 1"]]:
         product, _, key, value = product_and_arrays(prepared.chunk)
-        kept = times_decay(key, prepared.until)
-        moments = product("bkth,bkti->bkhi", kept, key)
-        sums = product("bkth,bktv->bkhv", kept, value)
+        faded = times_decay(key, prepared.until)
+        moments = product("bkth,bkti->bkhi", faded, key)
+        sums = product("bkth,bktv->bkhv", faded, value)
         return MatrixFunctionState(sums, moments), prepared.through
 
     def merge(self, one: tuple, two: tuple) -> tuple[MatrixFunctionState, Array]:

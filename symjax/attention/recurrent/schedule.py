@@ -96,16 +96,16 @@ def _last_segment(span: Span) -> Span:
     """Return the last segment of a span: the tokens before it become hidden."""
     if span.segment is None:
         return span
-    seen = span.segment == span.segment[:, -1:]
+    last = span.segment == span.segment[:, -1:]
 
     def zeros(x: Array) -> Array:
-        return jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, 0)
+        return jnp.where(last.reshape(*last.shape, *[1] * (x.ndim - 2)), x, 0)
 
     return span._replace(
         key=zeros(span.key),
         value=zeros(span.value),
         operands=jax.tree.map(zeros, span.operands),
-        visible=span.visible & seen,
+        visible=span.visible & last,
         segment=None,
         starts_segment=None,
     )

@@ -80,10 +80,10 @@ def _decays(
     if arguments.axis_name is not None:
         log_decay = gather(log_decay, arguments.axis_name)
     if arguments.mask is not None:
-        seen = arguments.mask.any(axis=(1, 2))
+        visible = arguments.mask.any(axis=(1, 2))
         if arguments.axis_name is not None and arguments.mask.shape[2] > 1:
-            seen = jax.lax.pmax(seen.astype(jnp.int32), arguments.axis_name) > 0
-        log_decay = jnp.where(seen[..., None], log_decay, 0)
+            visible = jax.lax.pmax(visible.astype(jnp.int32), arguments.axis_name) > 0
+        log_decay = jnp.where(visible[..., None], log_decay, 0)
     of_keys = _of_query_heads(arguments, jnp.cumsum(log_decay, axis=1))
     of_rows = _at_rows(of_keys, visibility)
     return Adjustment(of_rows[..., None], of_keys[:, :, None])
@@ -106,8 +106,9 @@ def _of_query_heads(
     sums = jnp.repeat(sums, groups, axis=2)
     if signals > 1:  # `repeat_noise` repeated the noise heads: keep one per group
         pairs = sums.reshape(sums.shape[0], -1, signals, 2, sums.shape[4])
-        kept = pairs[:, :, :, 0], pairs[:, :, :1, 1]
-        sums, heads = jnp.concatenate(kept, axis=2), arguments.query.shape[2]
+        signal_and_noise = pairs[:, :, :, 0], pairs[:, :, :1, 1]
+        sums = jnp.concatenate(signal_and_noise, axis=2)
+        heads = arguments.query.shape[2]
     return sums.reshape(sums.shape[0], heads, sums.shape[-1])
 
 

@@ -126,8 +126,8 @@ def _without_hidden(operands: Operands) -> Operands:
     mask = part(visibility.mask, 3, start=visibility.rows[0, 0], size=key.shape[2])
     if mask is None:
         return operands
-    seen = mask.any(axis=(1, 2))[:, None, :, None]
-    key, value = (jnp.where(seen, x, 0) for x in (key, value))
+    visible = mask.any(axis=(1, 2))[:, None, :, None]
+    key, value = (jnp.where(visible, x, 0) for x in (key, value))
     return operands._replace(key=key, value=value)
 
 

@@ -332,8 +332,8 @@ def row_weights(
     sink = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
     scores = jnp.concatenate([scores, sink], axis=-1)
     if visible is not None:
-        seen = jnp.ones((*visible.shape[:3], 1), bool)
-        visible = jnp.concatenate([visible, seen], axis=-1)
+        sees_sink = jnp.ones((*visible.shape[:3], 1), bool)
+        visible = jnp.concatenate([visible, sees_sink], axis=-1)
     found = settings.weights(scores, visible)
     if isinstance(found, tuple):
         return found[0][..., :-1], found[1]

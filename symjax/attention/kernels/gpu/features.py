@@ -87,7 +87,7 @@ def forward(
     width, group = value.shape[3], heads // key.shape[2]
     states = states_before(form, key, value, ids)
     rows, shape = (batch, heads, length), (batch, length, heads, width)
-    residuals = [
+    stored_specs = [
         (token_block(width), shape, jnp.float32),
         (pair_block(), (*rows, CHUNK), jnp.float32),
     ]
@@ -105,13 +105,14 @@ def forward(
             (token_block(width), shape, value.dtype),
             (scalar_block(), rows, jnp.float32),
             (scalar_block(), rows, jnp.float32),
-            *(residuals if keep else []),
+            *(stored_specs if keep else []),
         ],
         warps=4,
         interpret=form.interpret,
     )
-    kept = FeatureResiduals(states, shift, denominator, *stored) if keep else None
-    return output, denominator, kept
+    if not keep:
+        return output, denominator, None
+    return output, denominator, FeatureResiduals(states, shift, denominator, *stored)
 
 
 def _state_operands(states: FeatureStates, group: int) -> list[tuple[Any, Array]]:
@@ -200,13 +201,13 @@ def backward(
     key: Float[Array, "B T K M"],
     value: Float[Array, "B T K V"],
     ids: SegmentNumbers,
-    kept: FeatureResiduals,
+    residuals: FeatureResiduals,
     output_gradient: Float[Array, "B T N V"],
 ) -> list[Array]:
     """Return the gradients of queries, keys and values, one for each query head."""
     batch, length, heads, size = query.shape
     width, group = value.shape[3], heads // key.shape[2]
-    states, shift, denominator, output, scores = kept
+    states, shift, denominator, output, scores = residuals
     mean = (output_gradient.astype(jnp.float32) * output).sum(axis=3)
     rows = jnp.swapaxes(mean, 1, 2), shift, form.inverse(denominator)
     after = states_after(form, query, output_gradient, ids, states, rows)

@@ -183,29 +183,29 @@ class GradientProgram:
         gpu.barrier_wait(memory.held)
         gpu.barrier_arrive(memory.written)
         sums = pl.run_scoped(self.accumulate, wide, tall, tall)
-        mine = _own_keys()
+        own_keys = _own_keys()
         last = self.start_query_gradients(self.visits - 1, lambda read: read(wait_n=0))
         # As in `step`: wait until all threads have read dS.
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(self.visits > 0)(lambda: self.add_to_queries(self.visits - 1, last))
         gpu.barrier_arrive(memory.written)
         gpu.barrier_wait(memory.written)  # no warpgroup reads keys and values any more
-        self.write(sums, mine)
+        self.write(sums, own_keys)
 
-    def write(self, sums: list, mine: Any) -> None:
+    def write(self, sums: list, own_keys: Any) -> None:
         """Copy the sums to the gradients of values and of the keys of both maps."""
         (*_, key_gradient, value_gradient), (size, width) = self.arrays, self.sizes
         keys, values = self.memory[:2]
-        values[mine] = sums[0].astype(values.dtype)
+        values[own_keys] = sums[0].astype(values.dtype)
         for i in range(2):
-            keys[i, mine] = (sums[1 + i] * self.scale).astype(values.dtype)
+            keys[i, own_keys] = (sums[1 + i] * self.scale).astype(values.dtype)
         gpu.commit_smem()
         rows = pl.ds(self.at + _warpgroup() * KEYS, KEYS)
         to = head_rows(value_gradient, self.example, rows, self.head, width)
-        gpu.copy_smem_to_gmem(values.at[mine], to)
+        gpu.copy_smem_to_gmem(values.at[own_keys], to)
         for i in range(2):
             to = head_rows(key_gradient, self.example, rows, 2 * self.head + i, size)
-            gpu.copy_smem_to_gmem(keys.at[i, mine], to)
+            gpu.copy_smem_to_gmem(keys.at[i, own_keys], to)
         gpu.wait_smem_to_gmem(0)
 
     def accumulate(self, to_values: Any, *to_keys: Any) -> list:
@@ -235,9 +235,9 @@ class GradientProgram:
         Returns:
             The scores of the first map in the next visit.
         """
-        slot, memory, mine = lax.rem(visit, SLOTS), self.memory, _own_keys()
+        slot, memory, own_keys = lax.rem(visit, SLOTS), self.memory, _own_keys()
         weigh = partial(self.weigh, visit)
-        differ = partial(self.differ, to_keys, visit, mine)
+        differ = partial(self.differ, to_keys, visit, own_keys)
         changes = memory.changes.at[slot]
 
         def with_scores(read_second):
@@ -259,13 +259,13 @@ class GradientProgram:
                     gpu.wgmma_wait(1)
                     differ(1, less, pairs)
 
-                _start_product(memory.values.at[mine], changes.T, with_pairs)
+                _start_product(memory.values.at[own_keys], changes.T, with_pairs)
 
             self.start_query_gradients(visit - 1, with_queries)
 
         gpu.barrier_wait(memory.second.at[slot])
         queries = memory.queries.at[slot, 1].T
-        _start_product(memory.keys.at[1, mine], queries, with_scores)
+        _start_product(memory.keys.at[1, own_keys], queries, with_scores)
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
         gpu.commit_smem()
         gpu.barrier_arrive(memory.written)
@@ -304,7 +304,13 @@ class GradientProgram:
         return lax.optimization_barrier(weights.astype(self.memory.values.dtype))
 
     def differ(
-        self, to_keys: tuple, visit: Any, mine: Any, i: int, weights: Any, pairs: Any
+        self,
+        to_keys: tuple,
+        visit: Any,
+        own_keys: Any,
+        i: int,
+        weights: Any,
+        pairs: Any,
     ) -> None:
         """Write dS of a map to shared memory, and add dSᵀ Q to the keys' gradient.
 
@@ -315,7 +321,7 @@ class GradientProgram:
         by_scores, _ = self.memory.kept
         change = weights * (pairs - self.row(visit, DELTA + i)).astype(weights.dtype)
         change = lax.optimization_barrier(change)
-        by_scores[lax.rem(visit, 2), i, mine] = change
+        by_scores[lax.rem(visit, 2), i, own_keys] = change
         queries = self.memory.queries.at[lax.rem(visit, SLOTS), i]
         gpu.wgmma(to_keys[i], change, queries)
 

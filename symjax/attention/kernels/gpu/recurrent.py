@@ -149,15 +149,15 @@ def _attend(static: tuple[Any, Any], *arrays: Array) -> Float[Array, "B T N V"]:
 def _forward(static: tuple[Any, Any], *arrays: Array) -> tuple[Array, tuple]:
     kernels, interpret = static
     results = kernels.forward(interpret, *arrays)
-    output, *kept = checkpoint_name(results, RESIDUAL)
-    return output, (arrays, kept)
+    output, *stored = checkpoint_name(results, RESIDUAL)
+    return output, (arrays, stored)
 
 
 def _backward(
     static: tuple[Any, Any], residuals: tuple, output_gradient: Float[Array, "B T N V"]
 ) -> tuple[Array, ...]:
-    (kernels, interpret), (arrays, kept) = static, residuals
-    gradients = kernels.backward(interpret, arrays, kept, output_gradient)
+    (kernels, interpret), (arrays, stored) = static, residuals
+    gradients = kernels.backward(interpret, arrays, stored, output_gradient)
     return tuple(map(sum_query_heads, gradients, arrays))
 
 
@@ -228,19 +228,19 @@ def _attend_features(
 def _features_forward(
     form: FeatureForm, ids: SegmentNumbers, query: Array, key: Array, value: Array
 ) -> tuple[tuple, tuple]:
-    output, _, kept = features.forward(form, query, key, value, ids, keep=True)
-    states, *rows = cast(features.FeatureResiduals, kept)
+    output, _, stored = features.forward(form, query, key, value, ids, keep=True)
+    states, *rows = cast(features.FeatureResiduals, stored)
     output, *rows = checkpoint_name((output, *rows), RESIDUAL)
-    kept = features.FeatureResiduals(states, *rows)
-    return (output, kept.denominator), (ids, (query, key, value), kept)
+    stored = features.FeatureResiduals(states, *rows)
+    return (output, stored.denominator), (ids, (query, key, value), stored)
 
 
 def _features_backward(
     form: FeatureForm, residuals: tuple, result_gradients: tuple[Array, Array]
 ) -> tuple:
-    ids, (query, key, value), kept = residuals
+    ids, (query, key, value), stored = residuals
     change = result_gradients[0]  # of the output; denominators have no gradient
-    gradients = features.backward(form, query, key, value, ids, kept, change)
+    gradients = features.backward(form, query, key, value, ids, stored, change)
     return None, *map(sum_query_heads, gradients, (query, key, value))
 
 

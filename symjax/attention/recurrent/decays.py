@@ -97,7 +97,7 @@ def shared_or_per_token(
 def log_decays(chunk: Chunk) -> Float[Array, "B K T F"]:
     """Return the log-decays of a chunk, its last operand.
 
-    They are −∞ at the first token of a segment, so that it forgets everything.
+    They are −∞ at the first token of a segment, which forgets the state before it.
     """
     log_decay = chunk.operands[-1]
     if chunk.starts_segment is None:

@@ -57,7 +57,8 @@ class RowSums(NamedTuple):
 
     numerator: Float[Array, "B K G T V"]
     denominator: Float[Array, "B K G T"]
-    magnitude: Float[Array, "B K G T"]  # Σ |terms of the denominator|
+    # Σ |terms of the denominator|; the denominator itself if no weight is negative.
+    magnitude: Float[Array, "B K G T"]
     shift: Float[Array, "B K G T"]
 
 
@@ -66,8 +67,7 @@ class Arithmetic(NamedTuple):
 
     Attributes:
         product: an einsum, more precise if terms may cancel.
-        signed: whether terms may cancel. `RowSums.magnitude` then differs from the
-            denominator.
+        signed: whether terms may cancel.
         nonnegative: n, if `read_around_mean` reads the state; else 0. The first n
             features of a key are never negative.
         bounded: as in `Features`.

@@ -1,4 +1,4 @@
-"""Forward pass of differential attention on Hopper GPUs: two softmax maps, one value.
+"""Forward pass of differential attention on Hopper GPUs: two maps, the same values.
 
 A program computes `TILE` rows of one head. It has three warpgroups:
 
@@ -13,8 +13,9 @@ they are copied, and four kinds of barriers: queries have arrived, keys of a slo
 arrived, values of a slot have arrived, and a slot is free.
 
 The softmax of one map runs while tensor cores multiply the weights of the other map by
-the values. Blocks come from the last to the first. So for causal attention only the
-first few visits have keys to hide, and their number is known at compile time.
+the values. Blocks come from the last to the first. So if attention is causal, without
+`Limits`, only the first few visits have keys to hide. Their number is known at compile
+time.
 
 Arrays are [B T N·H] in memory, as projections leave them. `hopper.py` has what both
 kernels share.

@@ -17,6 +17,7 @@ from symjax.layers.primitives import (
     PROJECTION,
     Linear,
     dropout,
+    features_last,
     keep_for_backward,
 )
 from symjax.layers.segments import Segments
@@ -77,8 +78,10 @@ class FeedForward(nnx.Module):
         activate = ACTIVATIONS[self.activation]
         if self.activation == "swiglu":
             gate = keep_for_backward(self.gate(x), FEEDFORWARD)
-            return self.down(activate(gate) * self.up(x))
-        return self.down(activate(keep_for_backward(self.up(x), FEEDFORWARD)))
+            hidden = activate(gate) * self.up(x)
+        else:
+            hidden = activate(keep_for_backward(self.up(x), FEEDFORWARD))
+        return self.down(features_last(hidden))
 
 
 class Block(nnx.Module):

@@ -40,7 +40,7 @@ def features_last(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Return x with the features as the fastest axis in a TPU's memory.
 
     A TPU's compiler would choose time as the fastest axis, and then copy the arrays for
-    attention kernels.
+    attention kernels and for the gradients of weights.
     """
     if not on_tpu():
         return x

@@ -38,12 +38,14 @@ def cosine(
 
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
-    Query head n uses key head n // (N/K). Time O((T + S) H V). A [T S] array is formed
-    only if S ≤ (H + 1) V / (H + 1 + V). Sums run in float32 at least. Float32 must hold
+    Query head n uses key head n // (N/K). Time O((T + S) H V). Without segments and
+    with S ≤ (H + 1) V / (H + 1 + V) keys the weights [T S] are computed, which then
+    costs less than a state [H + 1, V]. Sums run in float32 at least. Float32 must hold
     |x|², so entries may be up to 1e18. Gradients need queries and keys of length 1e-18
     or more. No ε is added to a denominator. A row is zero if it sees no key, or if
-    1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. If no [T S] array
-    is formed, the mean of 1 + cos over the keys of the row decides instead.
+    1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. If the weights
+    [T S] are not computed, the mean of 1 + cos over the keys of the row decides
+    instead.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
     keys, or all keys of a chunk of `cosine_causal`, have one direction. For other keys,

@@ -76,15 +76,15 @@ class DeltaRule:
 
     Attributes:
         fades: whether a log-decay was given. Only kernels read this field.
-        gated: whether erase gates were given, which no kernel supports.
+        erase_gates: whether erase gates were given, which no kernel supports.
     """
 
     fades: bool = True
-    gated: bool = False
+    erase_gates: bool = False
 
     @property
     def kernel(self) -> str | None:
-        return None if self.gated else "delta"
+        return None if self.erase_gates else "delta"
 
     def schedule(self) -> Schedule:
         # `effect` costs as much as `advance`, and its transitions are matrices [H H].
@@ -141,7 +141,9 @@ class DeltaRule:
         self, chunk: Chunk, key: Float[Array, "B K T H"]
     ) -> Float[Array, "B K T H"]:
         """Return the erasers e: the keys times their erase gates, if there are any."""
-        return key * chunk.operands[1].astype(key.dtype) if self.gated else key
+        if not self.erase_gates:
+            return key
+        return key * chunk.operands[1].astype(key.dtype)
 
 
 def _changes(
@@ -226,7 +228,7 @@ def delta_causal(
     shared, operands = _operands(who, key, beta, log_decay, erase, mask, segment_ids)
     return attend_causal(
         who,
-        DeltaRule(fades=log_decay is not None, gated=erase is not None),
+        DeltaRule(fades=log_decay is not None, erase_gates=erase is not None),
         query,
         key,
         value,
@@ -261,7 +263,7 @@ def delta_step(
     """
     who = "delta_step"
     shared, operands = _operands(who, key, beta, log_decay, erase)
-    rule, tokens = DeltaRule(gated=erase is not None), (query, key, value)
+    rule, tokens = DeltaRule(erase_gates=erase is not None), (query, key, value)
     return attend_step(who, rule, state, *tokens, parameters=shared, operands=operands)
 
 

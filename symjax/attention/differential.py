@@ -5,8 +5,8 @@
         one, two = weights / weights.sum(axis=-1, keepdims=True)
         return (one - lam * two) @ v
 
-The maps may be those of any mechanism. For a mechanism that computes no maps, the
-outputs of the maps are subtracted: A₁V − λ(A₂V).
+The maps may be those of any mechanism. If the mechanism computes outputs without a map,
+its two outputs are subtracted: A₁V − λ(A₂V).
 """
 
 import math
@@ -113,8 +113,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head. If `attend` is a recurrence, they
-            need K ≤ N/r: then each signal key has a noise key of its own.
+            have one number per token and key head, of which there are K + m. If
+            `attend` is a recurrence, it takes them only if K ≤ N/r, so that m = K.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -203,8 +203,10 @@ def _difference(
     if signals > 1:
         query = repeat_noise(query, signals)
         key = repeat_noise(key, signal_keys(key.shape[2], value.shape[2]))
-    # Query heads of one key head must be adjacent. V1 sorts them by (k, branch p, group
-    # g), since each branch has its own key head. V2 keeps the present order, (k, g, p).
+    # Query heads of one key head must be adjacent. They come in the order (k, g, p): k
+    # is the value head, g counts its output heads, p is the branch. In V1 each (k, p)
+    # has its own key head, so query heads are sorted by (k, p, g). In V2 both branches
+    # of k use one key head, so the order stays.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"

@@ -30,11 +30,12 @@ ACTIVATIONS = {
     "swiglu": jax.nn.silu,
 }
 
-# Value of model.remat → results that are saved for the backward pass. All policies save
-# the results of attention kernels, except those of other packages (cuDNN, jla), of the
-# TPU kernels of feature maps, and the states of the GPU kernels of feature maps. "dots"
-# does not save every product with weights: with all of them, a model of 1b parameters
-# would fill the 16 GB of a TPU v5e.
+# Value of model.remat → results that are saved for the backward pass, by their names.
+# Attention kernels give the name RESIDUAL to their results. cuDNN, jla and the TPU
+# kernels of feature maps do not, and the GPU kernels of feature maps name their rows
+# but not their states: the backward pass computes these results again. "dots" saves
+# only two kinds of products with weights. All of them would fill the 16 GB of a TPU v5e
+# in a model of 1b parameters.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

@@ -67,7 +67,7 @@ class Mixer:
         return attention.MECHANISMS[self.mechanism]
 
     @property
-    def automatic(self) -> "Mixer":
+    def without_implementation(self) -> "Mixer":
         """The mixer without the option `implementation`, which decoding ignores."""
         options = tuple(x for x in self.options if x[0] != "implementation")
         return replace(self, options=options)
@@ -132,7 +132,7 @@ class Mixer:
             key = jnp.zeros(shape, self.dtype) if has_keys else None
             log_decay = jnp.zeros((batch, length, keys)) if forgets else None
             return KeyValues(key, jnp.zeros(values, self.dtype), log_decay)
-        options = dict(self.automatic.options) | arrays
+        options = dict(self.without_implementation.options) | arrays
         options.pop("chunk_size", None)
         # The two query heads of V2 read one state; V1 has a state for each branch.
         shape = batch, keys, size, value_size
@@ -161,7 +161,7 @@ class Mixer:
             return self._decode_scores(operands, cache, *arguments)
         axes = "BK" if self.sizes.keys > 1 else "B"
         operands = operands | {"state": Operand(cache, axes)}
-        options = dict(self.automatic.options)
+        options = dict(self.without_implementation.options)
         if operands["query"].array.shape[1] == 1 and padding_mask is None:
             function = _state_first(self.entry.step)
             options = {x: y for x, y in options.items() if x not in CHUNK_OPTIONS}
@@ -183,9 +183,9 @@ class Mixer:
     ) -> tuple[Array, KeyValues]:
         """Write keys and values to the cache and attend to the cache.
 
-        The argument `positions` of the mechanism hides the entries of the cache after
-        the row's own position, which are empty or hold padding. The next tokens
-        overwrite the padding.
+        Entries of the cache after the last token are empty or hold padding, until the
+        next tokens overwrite them. The argument `positions` of the mechanism hides from
+        each row all entries after its own position.
 
         Each step reads the whole cache, or its first half, quarter and so on, but at
         least 256 keys: the shortest of these that holds all written keys. A bias has
@@ -198,7 +198,7 @@ class Mixer:
         if key is not None:
             key = write(key, operands["key"].array, positions)
         value = write(cache.value, operands["value"].array, positions)
-        options = {**dict(self.automatic.options), "is_causal": True}
+        options = {**dict(self.without_implementation.options), "is_causal": True}
         log_decay = cache.log_decay
         if log_decay is not None:
             log_decay = write(log_decay, operands["log_decay"].array, positions)

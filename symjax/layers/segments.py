@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.layers.sharded import Operand
 
 
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
 def segments_of(ids: Int[Array, "B T"]) -> Segments:
     """Return the documents of rows, with positions that restart in each document."""
     columns = jnp.broadcast_to(jnp.arange(ids.shape[1])[None], ids.shape)
-    first = jax.lax.cummax(jnp.where(starts(ids), columns, 0), axis=1)
+    first = jax.lax.cummax(jnp.where(id_changes(ids), columns, 0), axis=1)
     return Segments(ids, columns - first)
 
 
@@ -40,7 +40,7 @@ def document_lengths(segments: Segments) -> Int[Array, "B T"]:
     """Count the tokens in the document of every token."""
     count = segments.ids.shape[1]
     columns = jnp.arange(count)[None]
-    is_last = jnp.roll(starts(segments.ids), -1, axis=1).at[:, -1].set(True)
+    is_last = jnp.roll(id_changes(segments.ids), -1, axis=1).at[:, -1].set(True)
     end = jax.lax.cummin(jnp.where(is_last, columns, count), axis=1, reverse=True)
     return end - columns + segments.positions + 1
 

@@ -56,7 +56,7 @@ def map_of(mixer: Mixer, operands: dict[str, Operand]) -> Float[Array, "B N T T"
     shape = batch, length, heads, length
     units = jnp.broadcast_to(jnp.eye(length)[None, :, None], shape)
     units = operands | {"value": value._replace(array=units)}
-    return jnp.swapaxes(mixer.automatic(units), 1, 2)
+    return jnp.swapaxes(mixer.without_implementation(units), 1, 2)
 
 
 def in_own_pairs(

@@ -35,7 +35,8 @@ def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
     """Return the mean λ of each layer of differential V2, by the layer's index.
 
     The mean is over heads and tokens. Each row counts as one document, also if it holds
-    several. A universal model has a mean for each step.
+    several. A universal model applies one block several times, and has a mean for each
+    time.
     """
     graph, weights = nnx.split(model)
     return {

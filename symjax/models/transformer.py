@@ -151,7 +151,8 @@ def with_positions(
     """Add positions (model.positions) to embeddings, and shard them over the mesh.
 
     Args:
-        read: number of earlier tokens, of each example or [1] for all.
+        read: number of tokens before x: [B], one number per example, or [1] if all
+            examples have the same.
         padding_mask: True for tokens that exist. By default all exist.
         segments: the documents of a row, in which positions restart.
     Raises:

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_choice
 from symjax.attention.core.selection import where
 
-# The denominator of a row is divided by exp(shift), so that it does not overflow. The
-# shift is the maximum over the features of the query's exponent plus the largest
-# exponent of the state and of all keys of the chunk, also of keys that the row does not
-# see. If Σ |terms of the denominator| is then below 1e-20 = e⁻⁴⁶, the row has
-# underflowed.
+# The denominator of a row is divided by exp(shift), so that it does not overflow, with
+# shift = max over features of (exponent of the query + c). Here c is the largest
+# exponent of the feature in the state and in all keys of the chunk. Some of these keys
+# are hidden from the row, so its terms may all be far below 1. The row has underflowed
+# if Σ |terms of the denominator| is below 1e-20 = e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
 
@@ -87,9 +87,10 @@ class Features(NamedTuple):
         nonnegative: a function H → n, where the first n features of a key are never
             negative: n = H for "squared" (the squares), n = 1 for "taylor" and cosine
             (the number 1). Set it if features change sign but no pair has a negative
-            weight. Then `recurrent.cancellation` subtracts a mean of the values from
-            the state before a row reads it. In this mean the weight of a value is the
-            sum of the first n features of its key, which the state has.
+            weight. The terms of a denominator may then cancel to less than their
+            rounding errors. To bound the ratio, `recurrent.cancellation` reads the
+            state relative to a weighted mean of the values. The weight of a value in
+            this mean is the sum of the first n features of its key.
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In
@@ -98,7 +99,8 @@ class Features(NamedTuple):
             at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
             sum to at most 2. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one channel and is never
-            negative. NVIDIA kernels compute such features if they fill whole blocks.
+            negative. NVIDIA kernels compute such features if the head size is 16, 32 or
+            a multiple of 64.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
             (1, −1) if the features of −w follow. Features of a key are also multiplied
             by exp(−scale |x|²/2). Empty for other features.

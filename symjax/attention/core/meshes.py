@@ -41,12 +41,12 @@ def vary_alike(tree: Any) -> Any:
 
 
 def batched_alike(tree: Any) -> Any:
-    """Return the same values, such that `jax.vmap` batches all arrays or none.
+    """Return equal arrays, all of which `jax.vmap` batches if it batches one of them.
 
-    A function with `jax.custom_vjp` must return such results. If `vmap` over B examples
+    Results of a function with `jax.custom_vjp` need this. If `vmap` over B examples
     batches only some of the results, jax 0.10 and 0.11 multiply the gradients of the
-    rest by B. Here each array depends on all arrays, by a `jnp.where` whose condition
-    is always False. XLA removes the added operations.
+    others by B. Here a `jnp.where` makes each array depend on all arrays: its condition
+    is computed from all of them, and is always False. XLA removes the added operations.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):

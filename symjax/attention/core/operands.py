@@ -30,7 +30,9 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 
 
 class Adjustment(NamedTuple):
-    """Learned changes of scores. No kernel supports them. The ring refuses `length`.
+    """Changes of scores by arrays of the call: forget gates, a sink, a law of length.
+
+    No kernel supports them. The ring refuses `length`.
 
     Attributes:
         row_decay, key_decay: sums of the log-decays up to each row and up to each key.

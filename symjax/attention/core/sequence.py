@@ -23,11 +23,14 @@ from symjax.attention.core.meshes import like_its_first
 @like_its_first
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Return the number of the segment of each token, counted from 0."""
-    return jnp.cumsum(starts(segment_ids), axis=1)
+    return jnp.cumsum(id_changes(segment_ids), axis=1)
 
 
-def starts(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return True for the first token of each segment except the first segment."""
+def id_changes(ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Return True for tokens whose id is not that of the token before them.
+
+    They are the first tokens of all segments except the first segment.
+    """
     return ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
 
 
@@ -82,8 +85,8 @@ def around_ring(
     In each turn every device computes (local, moving) = meet(local, moving, source),
     where `source` is the index of the device that these moving arrays began on. Between
     turns each device passes `moving` to the next device. With n devices there are n
-    turns and n − 1 passes. At the end a device holds the arrays that began on the next
-    device.
+    turns and n − 1 passes. At the end device i holds the arrays that began on device
+    i + 1, and the last device those of device 0.
     """
     count, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-HIDDEN = -(2**30)  # position of added keys: outside every window with a left bound
+# Position of keys that `map_keys` adds. Only windows with two bounds get such keys, and
+# their left bound hides this position from all rows.
+BEFORE_WINDOWS = -(2**30)
 
 
 @partial(
@@ -58,7 +60,7 @@ class Visibility:
         """
         return replace(
             self,
-            keys=function(self.keys, 1, HIDDEN),
+            keys=function(self.keys, 1, BEFORE_WINDOWS),
             mask=function(self.mask, 3),
             key_segments=function(self.key_segments, 1),
         )
@@ -70,7 +72,7 @@ class Visibility:
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # one entry per key, for the sum in `count`
+        if self.mask is not None:  # `count` sums over keys, so each needs an entry
             shape = (*self.mask.shape[:3], self.keys.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:

@@ -37,9 +37,10 @@ These calls use no kernel, and nothing is chosen here:
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others.
 
-`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
-raises an error with the reason of a refusal. The `refusal` of a kernel also refuses
-wrong devices, except that machines without a TPU interpret the kernels for TPUs.
+`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4. If
+the kernel refuses the call, it raises an error with the reason. So the `refusal` of
+a kernel tests the device too. A kernel for TPUs accepts machines without a TPU, where
+it is interpreted.
 `implementation=` of decay_causal and delta_causal may name a kernel of
 `OF_RECURRENCES`, which runs only in this way.
 

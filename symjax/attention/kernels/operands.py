@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from symjax.attention.core.feature_maps import Features, LogFeatures
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import TILE
-from symjax.attention.core.sequence import segment_runs, starts
+from symjax.attention.core.sequence import id_changes, segment_runs
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 
 # `checkpoint_name` of the outputs of forward kernels. If a policy of `jax.checkpoint`
@@ -77,7 +77,7 @@ def visible_arrays(tokens: Tokens, log_decay: Array | None, beta: Array | None) 
             beta = jnp.where(visible[..., None], beta, 0)
     if log_decay is not None:
         if segment is not None:
-            first = starts(segment)[:, :, None, None]
+            first = id_changes(segment)[:, :, None, None]
             log_decay = jnp.where(first, NEVER, log_decay)
         log_decay = jnp.maximum(log_decay, NEVER)
         if log_decay.shape[3] == 1:

@@ -20,7 +20,7 @@ from symjax.attention.core.feature_maps import finite
 from symjax.attention.core.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.attention.recurrent.chunks import (
     Span,
     layout,
@@ -137,7 +137,7 @@ def _sums_over_segments(
         key=jnp.roll(flipped.key, 1, axis=1),
         value=jnp.roll(flipped.value, 1, axis=1),
         visible=jnp.roll(flipped.visible, 1, axis=1) & same_segment,
-        starts_segment=starts(segment),
+        starts_segment=id_changes(segment),
     )
 
     def advance(parameters: Any, state: LinearState, span: Span) -> tuple:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import products, sum_dtype
-from symjax.attention.core.sequence import choose, segment_runs_over, starts
+from symjax.attention.core.sequence import choose, id_changes, segment_runs_over
 from symjax.attention.core.visibility import visible_keys
 
 
@@ -97,7 +97,7 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Span:
         jax.tree.map(hidden_as_zeros, operands),
         visible,
         segment,
-        None if segment is None else starts(segment),
+        None if segment is None else id_changes(segment),
     )
 
 
@@ -238,12 +238,13 @@ def through_segments(
     Returns:
         before: the state that the first rows of the chunk read: `state`, or `empty` if
             a segment starts at the first token.
-        carried: the part of the state after the chunk that earlier chunks contribute.
-            It is `before` if the chunk has one segment, `empty` if it has several.
-        reaches: [B T], True for the rows that read `before`, the first segment of the
-            chunk. None without segments: all rows read it.
-        joins: [B T], True for the tokens that are added to `carried`, the last segment
-            of the chunk. None without segments: all tokens are added.
+        carried: the state to which the tokens of the last segment of the chunk are
+            added. It is `before` if the chunk has one segment, `empty` if it has
+            several.
+        reaches: [B T], True for the rows of the first segment of the chunk, which read
+            `before`. None without segments: all rows read it.
+        joins: [B T], True for the tokens of the last segment of the chunk, which are
+            added to `carried`. None without segments: all tokens are added.
     """
     if chunk.segment is None or chunk.starts_segment is None:
         return state, state, None, None

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention.core import operands
 from symjax.attention.core.meshes import on_any_mesh, rows_alone, vary_alike
 from symjax.attention.core.products import products, sum_dtype
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,
@@ -343,7 +343,7 @@ def _linear_span(tokens: FlashTokens) -> Span:
     span, segment = layout(operands.Tokens(*arrays)), tokens.segment
     if segment is None:
         return span
-    return span._replace(segment=segment, starts_segment=starts(segment))
+    return span._replace(segment=segment, starts_segment=id_changes(segment))
 
 
 def _key_value_sums(key: Array, value: Array, dtype: Any) -> Float[Array, "B K M V"]:

@@ -19,11 +19,11 @@ key are set to 0. Tokens before the chunk are read from the state.
 Exponents. `linear_state.py` divides a state by exp(running_max), and a row by
 exp(shift), so that features stay in the range of float32:
 
-- For each feature all rows of a chunk share one maximum, over the state and all keys of
-  the chunk. Features of keys are divided by exp(maximum) and features of queries are
-  multiplied by it, so their products stay the same. The divisor exp(shift) of a row
-  cancels in the ratio. So a later key of the chunk changes a row only by rounding
-  errors. Rows of earlier chunks do not change at all.
+- In a chunk each feature has one maximum c: the largest exponent that it has in the
+  state and in the keys of the chunk. A key gets the weight exp(log_k − c), a query
+  exp(log_q + c − shift). So c cancels in their product, and exp(shift) in the ratio. A
+  later key of the chunk may change c, and so it changes a row by rounding errors. Rows
+  of earlier chunks do not change at all.
 - A row can underflow if the features of a later key of its chunk are e⁴⁶ times as large
   as those of all keys that the row sees. `core/underflow.py` computes such a row again,
   with the maximum of the keys that it sees.
@@ -77,7 +77,7 @@ class FeatureChunk(NamedTuple):
     chunk: Chunk
     query: LogFeatures  # [B K G T M]
     divisor: Float[Array, "B K G T 1"] | None  # of the query's amplitude
-    key: LogFeatures  # [B K T M]; 0 for hidden keys
+    key: LogFeatures  # [B K T M]; φ is 0 for hidden keys
     value: Float[Array, "B K T V"]
 
 
@@ -289,8 +289,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    Rows are divided here: the gradient of a later division would need the sums, so the
-    backward pass would have to run the `jax.lax.cond` of `recompute_underflow` again.
+    Rows are divided here, inside of `recompute_underflow`. The gradient of a division
+    after it would need the sums. `scan` saves no results of a chunk, so the backward
+    pass would run the `jax.lax.cond` of `recompute_underflow` again to get them.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -19,8 +19,9 @@ Accelerators run them in parallel if `recurrence.schedule()` allows it:
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
 To decode one token, `engine.attend_step` calls `prepare` and `advance` on a span of one
-token, and `empty` to check the shapes of the given state. It calls neither `effect` nor
-`merge` nor `schedule`, and no kernel.
+token, and `empty` to check the shapes of the given state. The engine itself then calls
+neither `effect` nor `merge` nor `schedule`, and no kernel. An `advance` may call them,
+as that of `gated_linear.Decayed` does.
 
 Axes: B examples, T tokens, K key heads, G query heads per key head, H channels of a
 key, V channels of a value.
@@ -87,8 +88,9 @@ class Schedule(NamedTuple):
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
         on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
-            It makes chunks further examples of the batch. TPUs and several GPUs run
-            them by `jax.vmap`. Reasons to set it:
+            There the chunks become further examples of the batch. TPUs and several GPUs
+            then run one chunk after the other; they could run chunks in parallel only
+            by `jax.vmap`. Reasons to set it:
 
             - `advance` has a branch that depends on data. `jax.vmap` would compute both
               sides of the branch.

@@ -1,4 +1,4 @@
-"""Learned changes of scores: forget gates, sinks, and factors by the number of keys.
+"""Changes of scores by arrays: forget gates, sinks, factors by the number of keys.
 
     def forgetting(q, k, v, g):          # one head: q, k [T H], v [T V], g [T]
         c = np.cumsum(g)
@@ -32,7 +32,7 @@ LEAST_LOG_DECAY = -1e4
 def adjustment_of(
     arguments: ScoreArguments, visibility: Visibility, dtype: Any
 ) -> Adjustment | None:
-    """Return the learned changes of scores in a call, or None if there are none.
+    """Return the changes of scores by arrays of a call, or None if there are none.
 
     Args:
         visibility: positions of the rows among the keys of all devices.

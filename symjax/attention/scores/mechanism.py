@@ -107,17 +107,18 @@ class ScoreMechanism:
         about 3/4 with up to 2,048 keys, and 9/16 with more. Memory is linear in T and
         S. It is quadratic with implementation "whole", and in cuDNN with segments.
 
-        Without lam, O = G = N. With lam and r = `signals`, the N query heads form
-        G = N/(r + 1) groups of r signal heads and the noise head that they share.
-        O = r G.
+        Without lam every query head is an output head: O = G = N. With lam and
+        r = `signals`, r signal heads and the noise head that they share are a group.
+        Then there are G = N/(r + 1) groups and O = r G output heads.
 
         Weights are computed in float32 at least. A row that sees no key is zero.
 
         Args:
             mask: True = attend.
             scale: factor of the scores, 1/√H by default.
-            is_causal: a query sees no later key, and the last query sees every key
-                (bottom-right alignment).
+            is_causal: a query sees no key after its own position. See `positions`: by
+                default the last query has the position of the last key (bottom-right
+                alignment).
             window: (left, right), the numbers of keys that a query sees before and
                 after its own position; None means no bound. A number n means
                 (n − 1, n − 1).
@@ -128,8 +129,8 @@ class ScoreMechanism:
                 biases are added (see `symjax.attention.core.lengths`):
 
                 - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
-                - "distance": times a, plus 1 − a², with a² = 1 + 2 log(1 + d/10) at
-                  distance d (scale-invariant attention).
+                - "distance": the score z becomes a z + 1 − a² at distance d, with
+                  a² = 1 + 2 log(1 + d/10) (scale-invariant attention).
                 - (slope, power), arrays [#B #T #G]: times
                   1 + slope · (log(n + 1))^power (ASEntmax).
             mask_self: hide a token from itself unless it sees nothing else.
@@ -151,7 +152,8 @@ class ScoreMechanism:
                 supports the call (see `symjax.attention.kernels.dispatch`), else
                 "rows".
 
-                - "rows": blocks of rows in XLA.
+                - "rows": blocks of rows in XLA (`scores.rows`; `scores.windows` if the
+                  window has two bounds).
                 - "whole": all rows as one block, for tests and plots of maps.
                 - "tpu" (softmax): a kernel for TPUs; other machines interpret it,
                   which is slow.
@@ -198,7 +200,7 @@ class ScoreMechanism:
         if no_rows or key.shape[1] == 0 or value.shape[3] == 0:
             return jnp.zeros(arguments.output_shape, value.dtype)
         in_ring = implementation == "ring" and axis_name is not None
-        operands = _operands(arguments, gathers_keys=not in_ring)
+        operands = _operands(arguments, for_ring=in_ring)
         settings = _settings(arguments, weights, whole=implementation == "whole")
         fallback = InRows(_by_rows(operands, axis_name), settings)
         if in_ring:
@@ -263,24 +265,24 @@ def _law(length_scale: str | tuple[Array, Array] | None) -> str | None:
     return "adaptive" if isinstance(length_scale, tuple) else length_scale
 
 
-def _operands(arguments: ScoreArguments, *, gathers_keys: bool) -> Operands:
+def _operands(arguments: ScoreArguments, *, for_ring: bool) -> Operands:
     """Return the arrays of a call with heads before time.
 
     With `lam`, bias, alibi and mask have an entry per group of heads (G). The entry is
     repeated for each query head of the group.
 
     Args:
-        gathers_keys: gather the keys and values of all devices that time is split
-            over, and set those that the mask hides to zero. False for the ring, which
-            gathers none and sets hidden ones to zero itself.
+        for_ring: True leaves keys and values as they are, since the ring gathers none
+            and sets hidden ones to zero itself. False sets hidden ones to zero, and
+            with `axis_name` first gathers those of all devices.
     """
     visibility = _visibility(arguments)
     query, key, value = arguments.query, arguments.key, arguments.value
     bias, alibi, mask = arguments.bias, arguments.alibi, arguments.mask
     lam = arguments.lam
-    if gathers_keys and arguments.axis_name is not None:
+    if not for_ring and arguments.axis_name is not None:
         key, value = gather((key, value), arguments.axis_name)
-    if gathers_keys and mask is not None:
+    if not for_ring and mask is not None:
         key, value = hidden_as_zero(mask.any(axis=(1, 2)), key, value)
     wide = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     if alibi is not None:
@@ -357,7 +359,7 @@ def row_map(
 ) -> Float[Array, "B N T S"]:
     """Return the whole map of weights, in O(T S) memory.
 
-    The output for values that are unit vectors is the map.
+    If the values are the rows of the identity matrix, the output is the map.
 
     Args:
         shared_keys: with `lam`, both query heads of a pair share a key head

@@ -30,7 +30,9 @@ from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
-BLOCK_ROWS = 128  # rows of a block on accelerators, whose matrix units have this size
+# Rows of a block on accelerators, whose matrix units have this size. `_rows_on_a_cpu`
+# computes the rows of a block on a CPU from this number.
+BLOCK_ROWS = 128
 EXTENTS = 8  # largest number of extents (`_blocks`)
 FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two extents
 
@@ -148,11 +150,11 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     time = operands.query.shape[2]
     count = -(-time // rows)
     window = operands.visibility.window
-    bounded = window != (None, None) and settings.offset is not None
+    cuts_keys = window != (None, None) and settings.offset is not None
     extents = settings.extents
     if _two_suffice(settings, operands):
         extents = min(extents, 2)
-    per_extent = -(-count // extents) if bounded else count
+    per_extent = -(-count // extents) if cuts_keys else count
     outputs = []
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
@@ -270,7 +272,8 @@ def scored(
     # The noise branch may have fewer key heads than there are value heads.
     kv_heads = min(key.shape[1], value.shape[1])
     branches = key.shape[1] // kv_heads
-    # All rows of a key head on one axis: XLA would copy the map to contract two axes.
+    # The query heads of a key head and their rows become one axis. The gradient of the
+    # keys sums over it. With two axes XLA would copy the [t s] arrays for this sum.
     query = query.reshape(batch, kv_heads, -1, branches, time, size).swapaxes(2, 3)
     scores = scale * jnp.einsum(
         "bkrh,bksh->bkrs",

@@ -35,9 +35,9 @@ def attend_window(
 def _strip_size(settings: ScoreSettings, operands: Operands) -> int:
     """Return the number of rows of a strip; 0 where strips do not help.
 
-    Strips are at least as long as the longer side of the window, and there must be more
-    than two. With a mask or bias [T S] strips would save no memory, since this array is
-    as large as the map.
+    Strips are at least as long as the longer side of the window. They help only if
+    there are more than two strips. With a mask or bias [T S] strips would save no
+    memory, since this array is as large as the map.
     """
     left, right = operands.visibility.window
     pairs = [x for x in (operands.bias, operands.visibility.mask) if x is not None]

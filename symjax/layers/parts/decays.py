@@ -85,8 +85,9 @@ class SoftplusDecay(nnx.Module):
     """Learned log-decay −exp(rate) Δ, Δ = softplus(up(x) + bias).
 
     Per key head as in Mamba-2 and Gated DeltaNet, or per channel, from a low-rank map
-    up(down(x)), as in Kimi Delta Attention. Initially exp(rate) is uniform in [1, 16],
-    and softplus(bias) log-uniform in [0.001, 0.1].
+    up(down(x)), as in Kimi Delta Attention. The weight `rate` holds the logarithm of a
+    rate. Initially exp(rate) is uniform in [1, 16], and softplus(bias) log-uniform in
+    [0.001, 0.1].
 
     Args:
         shape: (heads,) or (heads, channels) of a token's decays.

@@ -1,7 +1,8 @@
 """`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
-Mechanisms that add weights have a `Part` in a file here, and a line in `PARTS`
-(`symjax.layers.parts.table`). The layer, its decoding state, conversion, cost, sharding
+A mechanism that adds weights has a `Part` in a file here. `part_of` in
+`symjax.layers.parts.table` returns it: score mechanisms share the part `SCORES`, and
+others have a line in `PARTS`. The layer, its decoding state, conversion, cost, sharding
 and evaluation read the `Part`.
 """
 
@@ -26,13 +27,13 @@ class Sizes(NamedTuple):
     """Heads and sizes of a layer.
 
     Attributes:
-        heads: output heads.
-        kv_heads: value heads.
-        queries: query heads; two per head with differential V1 and V2, for its signal
-            map and its noise map. With model.attention.signals = r, r + 1 for each r
-            heads, which then share a noise map.
-        keys: key heads; two per value head with differential V1, or fewer with
-            `signals` if there are fewer noise heads than value heads.
+        heads: N, the number of output heads.
+        kv_heads: K, the number of value heads.
+        queries: number of query heads. Without differential maps it is N. Differential
+            V1 and V2 have N signal heads and N noise heads, and N/r noise heads with
+            model.attention.signals = r.
+        keys: number of key heads. Without differential V1 it is K. V1 has K signal keys
+            and min(K, number of noise heads) noise keys.
         head_size: features of a query or key.
         value_size: features of a value.
     """
@@ -136,8 +137,8 @@ class Part(NamedTuple):
             divided by a denominator.
         options: (model, mechanism) → options of the mechanism, if they are not the
             keys of model.attention with the same names.
-        keys: model.attention → names of its keys that the part reads, except options of
-            the mechanism.
+        keys: model.attention → names of its configuration keys that the part reads,
+            except options of the mechanism.
         learned: values of model.attention.features, such as "hedgehog", whose maps have
             weights.
         feature_count: (model.attention, head size) → features of a query or key after
@@ -145,8 +146,10 @@ class Part(NamedTuple):
         flops: (mixer, model.attention, length) → operations per token without the
             projections; by default those of scores or of a recurrence.
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
-        owned: names of weights that a layer with another mechanism may lack. Conversion
-            drops them, or starts them fresh.
+        owned: names of weights that a layer with another mechanism may lack. When a
+            model is converted, such a weight of the source is dropped if the target has
+            no weight of this name. A weight of the target that the source lacks keeps
+            its initial value.
         kept_constants: pairs (name of a constant, key of model.attention). Conversion
             keeps the constant if source and target have the same value of the key.
         convert: (weights, source, target) → the weights of a layer of the target.

@@ -35,8 +35,9 @@ from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # sizes of keys and values that the kernels support
 OFFSET = 64  # causal calls need no intervals if S − T is a multiple of this
-# Least and largest scale with which the score of hidden pairs, a large negative number,
-# is below all visible scores.
+# Least and largest scale. Kernels multiply all scores by the scale, also that of hidden
+# keys, −2¹⁰⁰. A smaller scale would move it too near to visible scores, and a larger
+# one could make it overflow.
 SCALES = 2.0**-60, 2.0**20
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention.core.feature_maps import UNDERFLOW, Features
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.attention.kernels.gpu.chunks import BLOCK, CHUNK, SIZES, iota, pad_to_chunks
 from symjax.attention.kernels.operands import VisibleTokens
 
@@ -90,7 +90,7 @@ def mean_weights(
     """
     visible = ids.key >= 0
     count = jnp.cumsum(visible, axis=1)
-    before = jnp.where(starts(ids.query), count - visible, 0)
+    before = jnp.where(id_changes(ids.query), count - visible, 0)
     count -= jax.lax.cummax(before, axis=1)
     return query / jnp.maximum(count, 1).astype(query.dtype)[..., None, None]
 

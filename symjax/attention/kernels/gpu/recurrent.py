@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.feature_maps import UNDERFLOW, Features, LogFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.attention.core.underflow import recompute_underflow
 from symjax.attention.kernels.gpu import delta, features, gated, gated_channels
 from symjax.attention.kernels.gpu.chunks import (
@@ -49,7 +49,8 @@ class GpuFeatures(NamedTuple):
     """Performer, linear and cosine attention of bfloat16 arrays, with TF32 products.
 
     Features must be bounded or never negative. The kernels compute elementwise features
-    that fill whole blocks. XLA computes all others, in float32.
+    of queries and keys whose head size is 16, 32 or a multiple of 64. XLA computes all
+    other features, in float32.
     """
 
     recurrence: Any
@@ -193,7 +194,7 @@ def _rows_and_underflow(
     rows, denominator = cast(tuple, _attend_features(*operands))
     ids = operands[1]
     time = jnp.arange(rows.shape[1])
-    first = jax.lax.cummax(jnp.where(starts(ids.query), time, 0), axis=1)
+    first = jax.lax.cummax(jnp.where(id_changes(ids.query), time, 0), axis=1)
     latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
     small = jnp.swapaxes(jax.lax.stop_gradient(denominator) < UNDERFLOW, 1, 2)
     underflows = (latest >= first)[..., None] & small

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.sequence import starts
+from symjax.attention.core.sequence import id_changes
 from symjax.attention.kernels.operands import result, round_up
 from symjax.attention.kernels.tpu import tiles
 from symjax.attention.kernels.tpu.packed_heads import heads_in_a_tile, pack_heads
@@ -292,7 +292,7 @@ def _flags(
     if segment is None:
         return visible * VISIBLE + (seen > 0) * SEES
     # The number of keys before the segment of each token.
-    before = jnp.where(starts(segment), seen - visible, 0)
+    before = jnp.where(id_changes(segment), seen - visible, 0)
     sees = seen > jax.lax.cummax(before, axis=1)
     chunks = segment.reshape(segment.shape[0], -1, block)
     last = chunks[..., -1:]

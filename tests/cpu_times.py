@@ -2,11 +2,10 @@
 
     PYTHONPATH=tests python -m pytest -p cpu_times -m "" -n auto --dist loadfile
 
-Tests in that file only run with `pytest -m slow`. A test is slow if it takes more than
-0.6 seconds of processor time, setup included. The cheapest case of each function stays
-quick if it takes less than 2.5 seconds, and so do tests that are marked `always`. Tests
-that are marked `slow` in their own file are not listed. Tests that did not run keep
-their line.
+Tests in that file only run with `pytest -m slow`. The cheapest case of a test function
+is slow if it takes 2.5 seconds of processor time or more, setup included. Every other
+case is slow if it takes more than 0.6 seconds. Tests that are marked `always` or `slow`
+in their own file are not listed. Tests that did not run keep their line.
 """
 
 import os

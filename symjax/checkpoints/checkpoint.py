@@ -106,9 +106,10 @@ class Checkpoints:
         `save` is called before `wait`, a run of one process only prints the error, and
         a run of several processes raises it.
 
-        Checkpoints that the last `restore` passed over, because it restored an earlier
-        one, are deleted after this save. If one of them has the number `step`, it is
-        deleted before the save.
+        If the last `restore` restored an older checkpoint than the newest, for instance
+        because the newest is damaged, the checkpoints after the restored one are
+        deleted after this save. If one of them has the number `step`, it is deleted
+        before the save.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.

@@ -26,8 +26,9 @@ class KeepPolicy:
     """Preservation policy of Orbax that keeps the newest whole steps.
 
     A step counts as whole if this process has saved or restored it. Other steps on disk
-    may be damaged, so they do not count towards `keep`. They stay until `keep` whole
-    steps are newer. If `best` is True, the step with the least held-out loss stays too.
+    may be damaged, so they do not count towards `keep`. Such a step is deleted once
+    `keep` whole steps have higher numbers. If `best` is True, the step with the least
+    held-out loss stays too.
 
     Attributes:
         whole: steps that count as whole.

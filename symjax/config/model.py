@@ -82,9 +82,9 @@ class Model(Keys):
     )
     head_size: int = key(
         0,
-        "features per head; 0: width/heads. Differential V1: features of a branch's "
-        "queries and keys, half as many as its values have; 0: width/heads/2. gau and "
-        "flash: features of queries and keys; 0: width/2, at most 128",
+        "features per head; 0: width/heads. Differential V1: features of the queries "
+        "and keys of a branch, while values have twice as many; 0: width/heads/2. gau "
+        "and flash: features of queries and keys; 0: width/2, at most 128",
         least=0,
     )
     feedforward: int = key(

@@ -52,7 +52,8 @@ class Examples:
         vocabulary: number of token types; 0 for images.
         unit: name of one target, such as byte, character, answer or label; losses are
             nats per unit.
-        size: the amount of training data in words, for messages.
+        size: phrase for messages that gives the amount of training data, such as
+            "1,000 training tokens".
         language: a dict of plain values that describe the tokens. A checkpoint keeps
             it, and `examples.tokenizer_of` makes the tokenizer from it.
             "document_start" is the token before every document, from which the first
@@ -212,8 +213,9 @@ def training_windows(
 def windows_in(size: int, length: int) -> int:
     """Number of windows of length + 1 tokens per epoch of a text of `size` tokens.
 
-    It is one less than the number that fits, so that all windows can be shifted by less
-    than `length` tokens. If only one window fits, the number is 1.
+    `window_starts` shifts each window by 0 to `length` − 1 tokens. So the last window
+    that fits is left out, since a shift would move its end beyond the text. If only one
+    window fits, the number is 1.
     """
     return max(1, (size - 1) // length - 1)
 

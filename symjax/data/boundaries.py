@@ -42,8 +42,7 @@ class Boundaries(NamedTuple):
 
         In the text "end A end B end" of two sources A and B, source A is "end A end"
         and source B is "end B end": they share one token. With other boundaries they
-        share none. A token `between` A and B is then counted in source B only, although
-        it is the last token of a document of A.
+        share none. A token `between` A and B is then the first token of source B.
         """
         return int(self.shared and self.after is not None)
 

@@ -109,7 +109,9 @@ TASKS = {
         dilution, "share of attention on the last 1, 4, 16, 64 tokens", windows=True
     ),
     "entropy": Task(
-        entropy, "entropy of attention rows by the number of visible keys", windows=True
+        entropy,
+        "entropy of attention rows by position, in encoders by the number of tokens",
+        windows=True,
     ),
     "support": Task(
         support,

@@ -76,7 +76,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = locked(workdir)
-        # Process 0 enters first, so that it makes the folder, and removes it if empty.
+        # Process 0 enters first and makes the folder. The process that makes it removes
+        # it at the end if it is empty, so this is process 0 too.
         process_zero_first(lambda: stack.enter_context(lock))
         train(options, workdir, allow, interrupts, stack)
 
@@ -153,7 +154,7 @@ def train(
             stack.callback(examples.stream.close)
         progress = Progress(options.steps, first)
         stack.callback(progress.close)
-        run = Run(
+        context = Run(
             options,
             workdir,
             examples,
@@ -173,7 +174,7 @@ def train(
         more = "a larger --config.steps continues it"
         progress.line(f"complete at step {first}: {more}")
         return
-    introduce(run, state, saved, profile)
+    introduce(context, state, saved, profile)
     key = jax.random.key(options.seed)
 
     def batch(step: int) -> list[Any]:
@@ -191,7 +192,7 @@ def train(
         with clock.waiting():
             arrays = next(batches)
         if arrays is None:
-            stop_waiting(run, state, pending, interrupts)
+            stop_waiting(context, state, pending, interrupts)
         with jax.set_mesh(program.mesh):
             in_transfer = done <= options.transfer.steps
             compiled = transfer_step if in_transfer else train_step
@@ -200,27 +201,27 @@ def train(
         profile.after(done, values)
         # The metrics of a step are read while the next one runs.
         if pending is not None:
-            report(run, done - 1, pending)
+            report(context, done - 1, pending)
         pending = values
-        evaluate_now = run.due(options.evaluate.every, done)
+        evaluate_now = context.due(options.evaluate.every, done)
         stop = interrupts.due()
-        save = run.due(options.checkpoint.every, done) or stop is not None
+        save = context.due(options.checkpoint.every, done) or stop is not None
         if evaluate_now or save:
-            report(run, done, values)
+            report(context, done, values)
             pending, loss = None, None
             with clock.stopped():
                 if evaluate_now:
-                    loss = heldout.evaluate(run, state, values.get(LAYER_NORMS))
+                    loss = heldout.evaluate(context, state, values.get(LAYER_NORMS))
                     save = save or checkpoints.improves(loss)
                 if save:
-                    save_checkpoint(run, state, loss)
+                    save_checkpoint(context, state, loss)
         if stop is not None and done < options.steps:
-            raise interrupted(run, done, stop)
+            raise interrupted(context, done, stop)
     checkpoints.wait()  # a signal does not interrupt the last save
     profile.close()  # still open if `log.profile` ends after the last step
     progress.line(f"complete at step {done}: python eval.py --workdir {workdir}")
     on_process_zero(lambda: draw(workdir, examples.unit))
-    for line in summary(run):
+    for line in summary(context):
         progress.line(line)
 
 

@@ -95,7 +95,7 @@ def _updates(
     rest = "adamw" if options.name == "muon" else options.name
     decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
     embedding_decay = decay if embedding_decay == -1 else embedding_decay
-    factor, mask = options.embedding_learning_rate, decays(params)
+    factor, mask = options.embedding_learning_rate, weight_decay_mask(params)
     groups = {rest: _update_rule(rest, options, rate, decay, mask)}
     if options.name == "muon":
         groups["muon"] = _update_rule("muon", options, rate, decay, mask)
@@ -157,9 +157,9 @@ class Guarded(NamedTuple):
 
     Attributes:
         taken, skipped: numbers of steps.
-        norm: Σ (1 − MEMORY) MEMORYᵏ |g| over the steps taken, where k is 0 for the last
-            step, 1 for the one before. Divided by 1 − MEMORY^taken it is the running
-            mean of the norms.
+        norm: (1 − MEMORY) Σ_k MEMORYᵏ |g_k| over the steps taken. g_0 is the gradient
+            of the last step, g_1 that of the step before it. Divided by
+            1 − MEMORY^taken, `norm` is the running mean of the norms.
         inner: state of the optimizer itself.
     """
 
@@ -276,8 +276,8 @@ def _is_average(x: Any) -> bool:
     return isinstance(x, Averaged)
 
 
-def decays(params: Any) -> Any:
-    """Return a tree of booleans: whether each weight decays.
+def weight_decay_mask(params: Any) -> Any:
+    """Return a tree of booleans: whether weight decay acts on each weight.
 
     Weights with two axes or more decay: kernels, embeddings, the matrices U of pairwise
     keys and those of the feature maps "hedgehog" and "t2r". Biases, scales, and weights
@@ -286,14 +286,14 @@ def decays(params: Any) -> Any:
     projection that computes λ in V2 (`lambda_projection`).
     """
 
-    def decays_at(path: Any, leaf: Any) -> bool:
+    def is_decayed(path: Any, leaf: Any) -> bool:
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         excluded = parts[-1] in ("bias", "scale") or any(
             word in part for part in parts for word in ("norm", "lambda")
         )
         return len(leaf.shape) >= 2 and not excluded
 
-    return jax.tree_util.tree_map_with_path(decays_at, params)
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 def _labels(

@@ -17,7 +17,7 @@ from symjax import config
 from symjax.layers import rules as rules_of_layers
 
 AXES = ("data", "fsdp", "tensor", "sequence")
-BATCH = P(("data", "fsdp"), "sequence")
+TOKENS = P(("data", "fsdp"), "sequence")  # arrays [rows, tokens]
 ROWS = P(("data", "fsdp"))  # images, and arrays with one entry for each row
 MOST_DEVICES = 4096  # largest number of devices that a process simulates
 

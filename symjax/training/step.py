@@ -338,7 +338,7 @@ def _axes(whole: tuple[int, ...], shape: tuple[int, int]) -> P:
 
     Arrays [rows, tokens] are split over rows and tokens, all others over rows.
     """
-    return sharding.BATCH if whole == shape else sharding.ROWS
+    return sharding.TOKENS if whole == shape else sharding.ROWS
 
 
 def accumulated(value_and_grad: Callable, count: int) -> Callable:

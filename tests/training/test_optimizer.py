@@ -14,8 +14,8 @@ from symjax.models.build import build
 from symjax.training.optimizer import (
     average_of,
     averaged,
-    decays,
     optimizer,
+    weight_decay_mask,
 )
 
 NAMES = ("adamw", "adam", "lion", "sgd", "muon")
@@ -83,7 +83,7 @@ def test_vectors_of_a_stack_of_layers_do_not_decay():
         "attention_norm": {"scale": jnp.ones((3, 5))},
         "up": {"bias": jnp.ones((3, 5)), "kernel": jnp.ones((3, 5, 4))},
     }
-    assert decays(stack) == {
+    assert weight_decay_mask(stack) == {
         "lambda_query_1": False,
         "attention_norm": {"scale": False},
         "up": {"bias": False, "kernel": True},

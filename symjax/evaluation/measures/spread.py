@@ -34,20 +34,22 @@ SPARSITY = *(f"top_{k}" for k in TOPS), "hoyer"
 
 
 def entropy(run: LoadedRun, options: Options) -> Result:
-    """Measure the entropy of rows by the number n of keys they see, beside ln n.
+    """Measure the entropy of rows by their number n of keys, beside ln n.
 
-    The slope dH/d ln n is 1 for uniform attention, and 0 if the effective number of
-    keys does not depend on n. Row t of a decoder counts as one that sees t keys, also
-    if the option `window` or `mask_self` hides some of them. The windows of an encoder
-    are cut to their first n tokens (`mean_by_keys`).
+    In a decoder n is the position of the row, counted from 1, even if the option
+    `window` or `mask_self` hides some of the n keys. In an encoder n is the number of
+    tokens: windows are cut to their first n tokens (`mean_by_keys`). The slope
+    dH/d ln n is 1 for uniform attention to all n keys, and 0 if the effective number of
+    keys does not depend on n.
     """
     counts, means = mean_by_keys(
         run, options, lambda layer: entropies(shares(layer.map)).mean(axis=0)
     )
     shown = [n for n in 2 ** np.arange(20) if n in counts]
-    what = "entropy of rows of |A| that see n keys, in nats"
-    text = [f"{what}; slope is dH/d ln n, n ≥ 16"]
-    if not config.is_causal(run.config.model):
+    causal = config.is_causal(run.config.model)
+    what = "row n of |A|" if causal else "rows of |A| that see n keys"
+    text = [f"entropy of {what}, in nats; slope is dH/d ln n, n ≥ 16"]
+    if not causal:
         shown = counts.tolist()
         cut = "windows are cut to their first n tokens"
         if run.config.model.patch:

@@ -15,7 +15,7 @@ from symjax.distributed.exit_codes import Interrupted, Stopped
 from symjax.distributed.launch import is_distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-EARLY = "no step was made, the same command starts again"
+EARLY = "no new step was made, the same command starts again"
 GRACE = 2  # seconds for an orderly end after a second signal
 
 

@@ -416,7 +416,7 @@ run_and_exit(lambda: train.main(sys.argv[1:]))
         ("no memory", [LOST, LOST], "stopped: process 1: out of memory (1 TiB)"),
         ("a damaged file", [2, 2], "error: checkpoint 1 is damaged (params cannot be"),
         ("a full disk", [LOST, 2], ""),
-        ("a signal", [143, 143], "interrupted: no step was made, the same command"),
+        ("a signal", [143, 143], "interrupted: no new step was made, the same command"),
     ],
 )
 def test_what_goes_wrong_in_one_process_ends_all_with_one_line(

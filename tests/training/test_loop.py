@@ -199,7 +199,7 @@ def test_a_signal_before_the_first_step_leaves_a_new_workdir_as_it_was(
     assert train(text, workdir) == 143
     said = capfd.readouterr().err
     assert said.endswith(
-        "interrupted: no step was made, the same command starts again\n"
+        "interrupted: no new step was made, the same command starts again\n"
     )
     assert "Traceback" not in said and not workdir.exists()
 
@@ -212,7 +212,7 @@ def test_a_signal_while_a_run_resumes_leaves_its_checkpoints(
     with monkeypatch.context() as patched:
         signalled(patched, Checkpoints, "restore", after=True)
         assert train(text, workdir, steps=3) == 143
-    assert "interrupted: no step was made" in capfd.readouterr().err
+    assert "interrupted: no new step was made" in capfd.readouterr().err
     after = {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file()}
     assert after == before
     assert train(text, workdir, steps=3) == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax.attention.core.feature_maps import named
+from symjax.attention.core.feature_maps import feature_map
 from symjax.attention.features import PLAIN, UNIT, hedgehog, t2r
 from symjax.attention.random_features import (
     RANDOM_FEATURES,
@@ -82,7 +82,7 @@ def test_unknown_norms_and_bad_sizes_raise():
 
 def test_tables_list_what_they_know():
     with pytest.raises(ValueError, match="who: .*'cos'.*hyperbolic, positive, relu"):
-        named("who", RANDOM_FEATURES, "cos")
+        feature_map("who", RANDOM_FEATURES, "cos")
     assert list(PLAIN) == sorted(PLAIN) and list(RANDOM_FEATURES) == sorted(
         RANDOM_FEATURES
     )

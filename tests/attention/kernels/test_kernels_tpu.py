@@ -25,7 +25,8 @@ ONCE = {"attention_forward": 1, "attention_row_sums": 1, "attention_backward": 1
 OF_PERFORMER = {"performer_forward": 1, "performer_backward": 1}
 OF_DECAY = {"decay_forward": 1, "decay_backward": 1}
 OF_DELTA = {"delta_forward": 1, "delta_backward": 1}
-KERNELS = {"performer": OF_PERFORMER, "linear": OF_PERFORMER, "decay": OF_DECAY}
+OF_LINEAR = {"linear_forward": 1, "linear_backward": 1}
+KERNELS = {"performer": OF_PERFORMER, "linear": OF_LINEAR, "decay": OF_DECAY}
 KERNELS |= {"decay_by_head": OF_DECAY, "delta_by_head": OF_DELTA}
 KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA}
 # Features of linear attention, log-decays, and the inverses of the delta rule, 128

@@ -39,6 +39,7 @@ FOUR_IN_A_TILE = Sizes(200, 32, 32, 40, "hyperbolic")
 ODD = Sizes(300, 16, 24, 11)
 WIDE = Sizes(256, 128, 128, 128)
 ELU = Sizes(200, 64, 64, 0, "elu")
+ODD_ELU = Sizes(300, 16, 24, 0, "elu")  # φ(0) = 1 in the lanes that pad a head
 RELU2 = Sizes(300, 16, 24, 0, "relu2")
 
 
@@ -83,7 +84,9 @@ CASES = {
     "odd sizes, segments": (ODD, 1, ("segment_ids",), 1e-5),
     "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids"), 1e-5),
     "linear": (ELU, 1, (), 1e-5),
-    "linear, odd sizes, both": (RELU2, 1, ("mask", "segment_ids"), 1e-5),
+    "linear, a mask": (ELU, 1, ("mask",), 1e-5),
+    "linear, odd sizes, both": (ODD_ELU, 1, ("mask", "segment_ids"), 1e-5),
+    "relu², odd sizes, both": (RELU2, 1, ("mask", "segment_ids"), 1e-5),
     "rows are lost": (TWO_IN_A_TILE, 8, (), 3e-5),
     LOST: (ODD, 8, ("mask", "segment_ids"), 3e-5),
 }

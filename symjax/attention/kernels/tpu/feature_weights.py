@@ -1,6 +1,7 @@
 """Features of one chunk in the TPU kernels of the Performer and linear attention.
 
-`exponents` and `weights_of` compute the features of a chunk from its operands.
+`exponents` and `weights_of` compute the features of a chunk from its operands, with
+`ElementwiseMaps` if they are elementwise.
 `exact_weights` computes them for one row that underflows. `features.py` has the
 kernels, and says how states and exponents are kept.
 """
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from symjax.attention.core.feature_maps import Features
 from symjax.attention.kernels.tpu import packed_heads
 from symjax.attention.kernels.tpu.chunks import (
     ChunkPlan,
@@ -29,15 +31,15 @@ EMPTY = -1e30  # the running maximum before the first key
 class FeatureOperands(NamedTuple):
     """Arrays that both kernels read; in a kernel, the refs of their blocks.
 
-    Heads are joined along lanes. If XLA computes the features, `query` and `key` are
-    features, in float32. No feature is negative, and those of hidden keys are 0.
+    Heads are joined along lanes. `rows`, `offset` and `norm` are None for elementwise
+    features.
     """
 
     query: Any  # [B T N·H]
     key: Any  # [B T K·H], K = N / plan.sharing
     value: Any  # [B T K·V]
     # Rows of the random projection of the P heads of a tile, times √scale log₂ e:
-    # [parts P·M P·H]. None if XLA computes the features.
+    # [parts P·M P·H].
     rows: Any
     offset: Any  # added to all exponents, [1 P·M]
     norm: Any  # [1], a factor of |k|²; the product is subtracted from a key's exponents
@@ -45,10 +47,33 @@ class FeatureOperands(NamedTuple):
     segment: Any  # [B 1 T], or None
 
 
+class ElementwiseMaps(NamedTuple):
+    """Elementwise feature maps of queries and keys, for the heads of a call.
+
+    Attributes:
+        features: the maps.
+        size: H, the channels of a head without those that pad it.
+    """
+
+    features: Features
+    size: int
+
+    def __call__(
+        self, plan: ChunkPlan, query: Float[Array, "c P*H"], key: Float[Array, "c P*H"]
+    ) -> list[Float[Array, "c P*H"]]:
+        """Return the features of queries and of keys, 0 in channels that pad a head."""
+        query = self.features.query(query, None).amplitude
+        key = self.features.key(key, None).amplitude
+        if self.size < plan.head_size:  # then a tile has one head
+            channel = jax.lax.broadcasted_iota(jnp.int32, query.shape, 1)
+            query, key = (jnp.where(channel < self.size, x, 0) for x in (query, key))
+        return [query, key]
+
+
 class Weights(NamedTuple):
     """Weights of the features of one head in a chunk.
 
-    All are at most 1, unless XLA computes the features.
+    Those of random features are at most 1.
     """
 
     row: Float[Array, "c M"]
@@ -84,7 +109,7 @@ def features_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> slice:
 
 
 def dtype_of(operands: FeatureOperands) -> Any:
-    """Return the dtype of features in products: float32 if XLA computes them."""
+    """Return the dtype of features in products: float32 if they are elementwise."""
     return jnp.float32 if operands.rows is None else operands.value.dtype
 
 
@@ -93,14 +118,19 @@ def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
     return x if plan.packed == 1 else packed_heads.own(x, plan.value_size, head)
 
 
-def exponents(plan: ChunkPlan, refs: FeatureOperands) -> list[Float[Array, "c P*M"]]:
-    """Return the base-2 exponents of query and key features.
+def queries_and_keys(refs: FeatureOperands) -> list[Float[Array, "c P*H"]]:
+    return [x[...].astype(jnp.float32) for x in (refs.query, refs.key)]
 
-    If XLA computes the features, return the features. The last axis has those of the
-    heads of a tile, one head after the other.
+
+def exponents(
+    maps: ElementwiseMaps | None, plan: ChunkPlan, refs: FeatureOperands
+) -> list[Float[Array, "c P*M"]]:
+    """Return the base-2 exponents of query and key features; elementwise features.
+
+    The last axis has those of the heads of a tile, one head after the other.
     """
-    if refs.rows is None:
-        return [refs.query[...], refs.key[...]]
+    if maps is not None:
+        return maps(plan, *queries_and_keys(refs))
     query, key = (
         added(product(x[...], y, ACROSS) for y in projection(refs)) + refs.offset[...]
         for x in (refs.query, refs.key)
@@ -121,13 +151,15 @@ def exponents_of(
     both: list[Array],
     head: int,
 ) -> list[Float[Array, "c M"]]:
-    """Return the exponents of one head, with −∞ for hidden keys.
+    """Return the exponents of one head, with −∞ for hidden keys; elementwise features,
+    with 0 for hidden keys.
 
     Args:
         both: the result of `exponents`.
     """
     if refs.rows is None:
-        return [own_head(plan, x, head) for x in both]
+        query, key = (own_head(plan, x, head) for x in both)
+        return [query, where(seen.visible, key, 0)]
     query, key = (x[:, features_of(plan, refs, head)] for x in both)
     return [query, where(seen.visible, key, -jnp.inf)]
 
@@ -202,6 +234,8 @@ def for_each_underflow(
 ) -> None:
     """Call recompute(head, seen, query, key, t) for each row t that underflows.
 
+    Rows of elementwise features do not underflow.
+
     Args:
         underflows: for each head, 1 for rows that underflow and 0 for others.
     """
@@ -211,7 +245,7 @@ def for_each_underflow(
 
     @pl.when(added(underflows).max() > 0)
     def _():
-        seen, both = seen_by(refs), exponents(plan, refs)
+        seen, both = seen_by(refs), exponents(None, plan, refs)
         for head in range(plan.packed):
             query, key = exponents_of(plan, refs, seen, both, head)
             step = partial(recompute, head, seen, query, key)

@@ -1,15 +1,15 @@
 """Causal Performer and linear attention as TPU kernels.
 
-The kernels compute random features that are exponentials, as in the Performer, and
-never store them. XLA computes elementwise features.
+The kernels compute the features and never store them. They are exponentials of random
+projections, as in the Performer, or elementwise functions, as in linear attention.
 
 The forward and the backward kernel each pass over the chunks of time once
 (`chunks.py`). The state of a head, features × values, stays in VMEM. It is transposed,
 so that the features lie along lanes. Exponents are to base 2, relative to a running
 maximum that is rounded up to an integer: a state is then rescaled by powers of 2,
 which is exact. The forward kernel saves the state before each chunk with its running
-maxima, and 1 / denominator of each row. If the kernels compute the features, the state
-is saved in the dtype of the operands, and otherwise in float32.
+maxima, and 1 / denominator of each row. The state is saved in the dtype of the
+operands, and in float32 if the features are elementwise.
 
 Values have lanes of ones beside them, so that one product gives numerator and
 denominator. Small heads share a tile of 128 lanes, for instance two of 64
@@ -23,6 +23,7 @@ underflows if a later key of its chunk is much larger than the keys that the row
 The kernel then computes the row again, relative to its own highest exponent.
 """
 
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ from symjax.attention.kernels.tpu.chunks import (
 )
 from symjax.attention.kernels.tpu.feature_weights import (
     EMPTY,
+    ElementwiseMaps,
     FeatureOperands,
     added,
     beside,
@@ -59,6 +61,7 @@ from symjax.attention.kernels.tpu.feature_weights import (
     own_head,
     pick,
     projection,
+    queries_and_keys,
     seen_by,
     values_of,
     weights_of,
@@ -75,6 +78,7 @@ from symjax.attention.kernels.tpu.tiles import (
 
 
 def _forward(
+    maps: ElementwiseMaps | None,
     plan: ChunkPlan,
     refs: FeatureOperands,
     output,
@@ -92,7 +96,7 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
-    seen, both = seen_by(refs), exponents(plan, refs)
+    seen, both = seen_by(refs), exponents(maps, plan, refs)
     underflows = []
     for head in range(plan.packed):
         query, key = exponents_of(plan, refs, seen, both, head)
@@ -133,6 +137,7 @@ def _forward(
 
 
 def _backward(
+    maps: ElementwiseMaps | None,
     plan: ChunkPlan,
     refs: FeatureOperands,
     change,
@@ -159,7 +164,7 @@ def _backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
-    seen, both = seen_by(refs), exponents(plan, refs)
+    seen, both = seen_by(refs), exponents(maps, plan, refs)
     scales, changes = [], []
     for head in range(plan.packed):
         query, key = exponents_of(plan, refs, seen, both, head)
@@ -211,7 +216,7 @@ def _backward(
         plan, refs, [jnp.where(x < 0, 1.0, 0.0) for x in scales], recompute
     )
     values = [value_change[head] for head in range(plan.packed)]
-    found = _of_inputs(plan, refs, query_change, key_change)
+    found = _of_inputs(maps, plan, refs, query_change, key_change)
     found.append(joined(plan, values, plan.value_size))
     for out, x in zip((query_out, key_out, value_out), found, strict=True):
         out[...] = x.astype(out.dtype)
@@ -230,19 +235,23 @@ def _of_row(
 
 
 def _of_inputs(
-    plan: ChunkPlan, refs: FeatureOperands, query_change, key_change
+    maps: ElementwiseMaps | None,
+    plan: ChunkPlan,
+    refs: FeatureOperands,
+    query_change,
+    key_change,
 ) -> list[Array]:
     """Return the gradients of the operands `query` and `key`.
 
     Args:
-        query_change, key_change: the gradients of exponents, or of features if XLA
-            computes the features.
+        query_change, key_change: the gradients of exponents; of elementwise features.
     """
     heads = range(plan.packed)
-    if refs.rows is None:
+    if maps is not None:
         count = features(plan, refs)
         both = ([x[head] for head in heads] for x in (query_change, key_change))
-        return [joined(plan, x, count) for x in both]
+        changes = [joined(plan, x, count) for x in both]
+        return list(jax.vjp(partial(maps, plan), *queries_and_keys(refs))[1](changes))
     query, key = (_from_exponents(plan, refs, x) for x in (query_change, key_change))
     for head in heads:
         total = key_change[head].sum(axis=-1, keepdims=True)
@@ -318,17 +327,23 @@ def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     return [(2 * tokens * x, 2 * tokens * count) for x in products]
 
 
-# With `saved=False` the backward pass under `jax.checkpoint` runs the forward kernel
-# again. The states would take much memory, and computing them again takes little time.
-PERFORMER = Kernels(
-    "performer",
-    _forward,
-    _backward,
-    _specs,
-    _kept,
-    _scratch,
-    _cost,
-    dtype_of,
-    saved=False,
-    reads_output=True,
-)
+@cache
+def feature_kernels(maps: ElementwiseMaps | None) -> Kernels:
+    """Return the kernels of elementwise features; None: of random features.
+
+    With `saved=False` the backward pass under `jax.checkpoint` runs the forward kernel
+    again. The states would take much memory, and computing them again takes little
+    time.
+    """
+    return Kernels(
+        "performer" if maps is None else "linear",
+        partial(_forward, maps),
+        partial(_backward, maps),
+        _specs,
+        _kept,
+        _scratch,
+        _cost,
+        dtype_of,
+        saved=False,
+        reads_output=True,
+    )

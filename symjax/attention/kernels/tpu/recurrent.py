@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.feature_maps import RandomFeatures
 from symjax.attention.core.operands import Tokens
-from symjax.attention.core.visibility import hidden_as_zero
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,
@@ -34,8 +33,12 @@ from symjax.attention.kernels.tpu.chunks import (
 )
 from symjax.attention.kernels.tpu.decays import PARTS, constants
 from symjax.attention.kernels.tpu.delta import DELTA
-from symjax.attention.kernels.tpu.feature_weights import EMPTY, FeatureOperands
-from symjax.attention.kernels.tpu.features import PERFORMER
+from symjax.attention.kernels.tpu.feature_weights import (
+    EMPTY,
+    ElementwiseMaps,
+    FeatureOperands,
+)
+from symjax.attention.kernels.tpu.features import feature_kernels
 from symjax.attention.kernels.tpu.gated import DECAY, GatedOperands
 from symjax.attention.kernels.tpu.packed_heads import unpack_gradient, unpack_heads
 from symjax.attention.kernels.tpu.tiles import LANES, LOG2E
@@ -83,8 +86,8 @@ class RecurrentForm(NamedTuple):
 class TpuFeatures(NamedTuple):
     """Performer and linear attention.
 
-    The kernels compute features that are exponentials of random projections. XLA
-    computes elementwise features in float32.
+    The kernels compute the features: exponentials of random projections, or elementwise
+    functions.
     """
 
     recurrence: Any
@@ -109,17 +112,14 @@ class TpuFeatures(NamedTuple):
         self, tokens: Tokens, random: RandomFeatures | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
         query, key, value, visible, segment = VisibleTokens.of(tokens)
-        maps = self.recurrence.features
-        if random is None:
-            query = maps.query(query.astype(jnp.float32), None).amplitude
-            key = maps.key(key.astype(jnp.float32), None).amplitude
-            if visible is not None:
-                (key,) = hidden_as_zero(visible, key)
+        features = self.recurrence.features
         inputs = Inputs(
             query, key, value, random=random, visible=visible, segment=segment
         )
-        operands = partial(_feature_operands, maps.exponential)
-        form = RecurrentForm(PERFORMER, operands, self.interpret, self.block, fallback)
+        elementwise = ElementwiseMaps(features, query.shape[3])
+        kernels = feature_kernels(elementwise if random is None else None)
+        operands = partial(_feature_operands, features.exponential)
+        form = RecurrentForm(kernels, operands, self.interpret, self.block, fallback)
         output: Array = _attend(form, inputs)
         return output.astype(tokens.value.dtype)
 

@@ -118,12 +118,13 @@ def test_a_key_that_dwarfs_the_past_leaves_it_alone():
     assert np.abs(after[:, 200:] - before[:, 200:]).max() > 0.1
 
 
-def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero():
-    seen, given = seen_by(ODD.length, "mask"), arrays(ODD)
+@pytest.mark.parametrize("sizes", [ODD, ODD_ELU])
+def test_hidden_keys_may_be_anything_and_rows_without_keys_are_zero(sizes):
+    seen, given = seen_by(sizes.length, "mask"), arrays(sizes)
     hidden = ~seen["mask"][:, 0, 0]
     bad = [x.copy() for x in given]
     bad[1][hidden], bad[2][hidden] = np.nan, np.inf
-    form = partial(kernel, ODD, **seen)
+    form = partial(kernel, sizes, **seen)
     one, two = differentiated(form, given), differentiated(form, bad)
     for clean, found in zip(one, two, strict=True):
         same(found, clean)

@@ -13,14 +13,12 @@ a head of 64 then takes 1,796 bundles of v5e instead of 4,035, and one of a head
 takes 2,804 instead of 4,556.
 """
 
-from functools import reduce
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from symjax.attention.kernels.operands import in_parts
 from symjax.attention.kernels.tpu.chunks import ChunkPlan
 from symjax.attention.kernels.tpu.decays import (
     BLOCK,
@@ -43,6 +41,7 @@ from symjax.attention.kernels.tpu.tiles import (
     column,
     mxu_passes,
     product,
+    product_in_parts,
     write_row,
 )
 
@@ -190,16 +189,9 @@ def _precise_passes(operands: GatedOperands) -> int:
 def _precise_product(
     refs: GatedOperands, a: Array, b: Array, dimensions: tuple
 ) -> Array:
-    """Return the product of float32 arrays.
-
-    If the operands of the kernel are bfloat16, it keeps 16 of the 24 bits of a factor,
-    in three MXU passes instead of six.
-    """
-    if refs.value.dtype != jnp.bfloat16:
-        return product(a, b, dimensions)
-    high, low = zip(*(in_parts(x, 2) for x in (a, b)), strict=True)
-    pairs = (high[0], low[1]), (low[0], high[1]), (high[0], high[1])
-    return reduce(jnp.add, [product(x, y, dimensions) for x, y in pairs])
+    """Return the product of float32 arrays, in parts if the operands are bfloat16."""
+    in_float32 = refs.value.dtype != jnp.bfloat16
+    return (product if in_float32 else product_in_parts)(a, b, dimensions)
 
 
 def _inverses(refs: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:

@@ -6,7 +6,7 @@
 kernels, and says how states and exponents are kept.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -23,7 +23,12 @@ from symjax.attention.kernels.tpu.chunks import (
     seen_in_chunk,
     where,
 )
-from symjax.attention.kernels.tpu.tiles import ACROSS, LANES, product
+from symjax.attention.kernels.tpu.tiles import (
+    ACROSS,
+    LANES,
+    product,
+    product_in_parts,
+)
 
 EMPTY = -1e30  # the running maximum before the first key
 
@@ -111,6 +116,11 @@ def features_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> slice:
 def dtype_of(operands: FeatureOperands) -> Any:
     """Return the dtype of features in products: float32 if they are elementwise."""
     return jnp.float32 if operands.rows is None else operands.value.dtype
+
+
+def multiplier(refs: FeatureOperands) -> Callable[..., Array]:
+    """Return the function that multiplies features, states and values."""
+    return product if refs.value.dtype == jnp.float32 else product_in_parts
 
 
 def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:
@@ -261,9 +271,8 @@ def seen_by(refs: FeatureOperands) -> ChunkVisibility:
 
 
 def values_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> Float[Array, "c w"]:
-    """Return the values of a head with ones beside them, in the dtype of products."""
-    value = refs.value[...]
-    return beside(plan, value.astype(dtype_of(refs)), head, 1)
+    """Return the values of a head with ones beside them."""
+    return beside(plan, refs.value[...], head, 1)
 
 
 def beside(plan: ChunkPlan, x: Array, head: int, other: Any) -> Float[Array, "c w"]:

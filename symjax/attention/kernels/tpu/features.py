@@ -18,9 +18,12 @@ head are in the lanes of the other heads' values.
 
 Operands of products keep their dtype, and float32 products keep all bits. Sums are
 float32. With bfloat16 operands the random projection is split into two bfloat16 parts,
-because the absolute error of an exponent is a relative error of the feature. A row
-underflows if a later key of its chunk is much larger than the keys that the row sees.
-The kernel then computes the row again, relative to its own highest exponent.
+because the absolute error of an exponent is a relative error of the feature.
+Elementwise features of bfloat16 operands are float32, and their products are computed
+in parts too (`tiles.product_in_parts`).
+
+A row underflows if a later key of its chunk is much larger than the keys that the row
+sees. The kernel then computes the row again, relative to its own highest exponent.
 """
 
 from functools import cache, partial
@@ -57,6 +60,7 @@ from symjax.attention.kernels.tpu.feature_weights import (
     for_each_underflow,
     joined,
     lane_of_ones,
+    multiplier,
     ones_of,
     own_head,
     pick,
@@ -96,23 +100,23 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
+    multiply, dtype = multiplier(refs), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     underflows = []
     for head in range(plan.packed):
         query, key = exponents_of(plan, refs, seen, both, head)
         weights = weights_of(refs, seen, query, key, highest[head : head + 1, :])
         values = values_of(plan, refs, head)
-        dtype = values.dtype
         row, past = weights.row.astype(dtype), faded(before[head], weights.fade)
-        scores = product(row, weights.key.astype(dtype), ACROSS)
+        scores = multiply(row, weights.key.astype(dtype), ACROSS)
         scores = jnp.where(seen.pairs, scores, 0).astype(dtype)
-        earlier = where(seen.reaches, product(row, past, ACROSS), 0)
-        rows[head] = product(scores, values, PLAIN) + earlier
+        earlier = where(seen.reaches, multiply(row, past, ACROSS), 0)
+        rows[head] = multiply(scores, values, PLAIN) + earlier
         least = 0.0 if refs.rows is None else UNDERFLOW
         underflows.append(jnp.where(ones_of(plan, rows, head) < least, 1.0, 0.0))
         if seen.sees is not None:
             underflows[head] *= seen.sees
-        new = product(values, weights.joining.astype(dtype), TURNED)
+        new = multiply(values, weights.joining.astype(dtype), TURNED)
         sums[head] = sums[head] * weights.left + new
         running_max[head : head + 1, :] = weights.after
 
@@ -164,35 +168,36 @@ def _backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
+    multiply, dtype = multiplier(refs), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     scales, changes = [], []
     for head in range(plan.packed):
         query, key = exponents_of(plan, refs, seen, both, head)
         weights = weights_of(refs, seen, query, key, highest[head : head + 1, :])
         values = values_of(plan, refs, head)
-        dtype, past = values.dtype, faded(before[head], weights.fade)
+        past = faded(before[head], weights.fade)
         changes.append(_of_row(plan, change[...], output[...], head))
         read = where(seen.reaches, changes[head], 0).astype(dtype)
         row_change = changes[head].astype(dtype)
         scales.append(column(inverse[head : head + 1, :]))
         weighed = weights.row * jnp.maximum(scales[head], 0)
         row, keys = weighed.astype(dtype), weights.key.astype(dtype)
-        scores = jnp.where(seen.pairs, product(row, keys, ACROSS), 0).astype(dtype)
-        pairs = product(row_change, values, ACROSS)
+        scores = jnp.where(seen.pairs, multiply(row, keys, ACROSS), 0).astype(dtype)
+        pairs = multiply(row_change, values, ACROSS)
         pairs = jnp.where(seen.pairs, pairs, 0).astype(dtype)
         later = state_change[head].astype(dtype)
-        of_query = product(pairs, keys, PLAIN) + product(read, past, PLAIN)
-        near, far = product(pairs, row, TURNED), product(values, later, PLAIN)
+        of_query = multiply(pairs, keys, PLAIN) + multiply(read, past, PLAIN)
+        near, far = multiply(pairs, row, TURNED), multiply(values, later, PLAIN)
         if refs.rows is None:
             query_change[head] = of_query * scales[head]
             key_change[head] = near + where(seen.joins, far, 0)
         else:
             query_change[head] = of_query * weighed
             key_change[head] = near * weights.key + far * weights.joining
-        value_change[head] = product(scores, row_change, TURNED) + product(
+        value_change[head] = multiply(scores, row_change, TURNED) + multiply(
             weights.joining.astype(dtype), later, ACROSS
         )
-        here = product(read, row, TURNED) * weights.fade
+        here = multiply(read, row, TURNED) * weights.fade
         state_change[head] = state_change[head] * weights.left + here
 
     def recompute(
@@ -313,18 +318,21 @@ def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     """Return FLOPs and exponentials of the forward and the backward kernel.
 
     FLOPs are those of products for exponents, for pairs and for the state, in whole
-    tiles. Products of float32 count six times.
+    tiles, times their passes on the MXU. Products with values take fewer passes.
     """
     tokens = plan.batch * plan.heads * plan.length
     count = features(plan, operands)
-    passes = tiles.mxu_passes(dtype_of(operands))
+    full = mixed = tiles.mxu_passes(dtype_of(operands))
+    if operands.rows is None and operands.value.dtype == jnp.bfloat16:
+        full, mixed = 3, 2
     parts = 0 if operands.rows is None else operands.rows.shape[0]
-    lanes = parts * plan.widths[1]
-    products = [
-        passes * count * (x * lanes + y * plan.block + z * width(plan))
-        for x, y, z in ((2, 2, 2), (4, 5, 4))
+    lanes = full * parts * plan.widths[1]
+    per_token = [
+        count * (2 * lanes + (full + mixed) * (plan.block + width(plan))),
+        count * (4 * lanes + (4 * full + mixed) * plan.block)
+        + count * (3 * full + mixed) * width(plan),
     ]
-    return [(2 * tokens * x, 2 * tokens * count) for x in products]
+    return [(2 * tokens * x, 2 * tokens * count) for x in per_token]
 
 
 @cache

@@ -1,6 +1,7 @@
 """Tiles, products and column vectors that the TPU kernels share."""
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Shaped
+
+from symjax.attention.kernels.operands import in_parts
 
 LANES = 128
 MOST_RESIDENT = 2**24  # most bytes of a block in VMEM, which holds two such buffers
@@ -55,6 +58,22 @@ def product(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
     return jax.lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def product_in_parts(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _"]:
+    """Return a product in float32 that keeps 16 of the 24 bits of float32 arrays.
+
+    A float32 array is split into two bfloat16 parts. The product takes three MXU passes
+    for two float32 arrays, two passes for one of them, and one for none.
+    """
+    parts = [in_parts(x, 2) if x.dtype == jnp.float32 else [x] for x in (a, b)]
+    terms = [
+        product(x, y, dimensions)
+        for i, x in enumerate(parts[0])
+        for j, y in enumerate(parts[1])
+        if i + j < 2  # the product of both small parts is below the rounding error
+    ]
+    return reduce(jnp.add, reversed(terms))
 
 
 def mxu_passes(dtype: Any) -> int:

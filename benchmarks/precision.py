@@ -38,7 +38,7 @@ from symjax import attention
 from symjax.attention import random_features
 from symjax.attention.core import products
 from symjax.attention.core.devices import lowered_for
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
 from symjax.attention.random_features import RANDOM_FEATURES
@@ -227,7 +227,7 @@ def bfloat16_parts(x: jax.Array) -> list[jax.Array]:
 def kernel(rows: Any, *arrays: Any) -> Any:
     """Run the interpreted TPU kernel of the Performer."""
     recurrence = Normalised(RANDOM_FEATURES["positive"])
-    random = RandomFeatures(rows, jnp.float32(SIZE**-0.5))
+    random = FeatureParameters(rows, jnp.float32(SIZE**-0.5))
     fallback = InXla(recurrence, 128)
     return TpuFeatures(recurrence, True).attend(Tokens(*arrays), random, fallback)
 

@@ -193,8 +193,8 @@ def delta_causal(
     chunks in parallel, and saves the state before each group.
 
     Kernels run on a TPU, and in bfloat16 on an NVIDIA GPU: on one device, or inside
-    `jax.shard_map`. They have no forward-mode derivative. Decays per channel have none
-    on any platform.
+    `jax.shard_map`. Kernels have no forward-mode derivative, and neither have decays
+    per channel in XLA.
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest

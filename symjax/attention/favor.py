@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_choice, check_floating, check_positive
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 
 WITH_STATISTICS = ("favor#", "favor++")  # names of features that take statistics
 _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -123,8 +123,8 @@ def apply_statistics(
 
 
 def favor_parameters(
-    who: str, random: RandomFeatures, statistics: Statistics | None
-) -> RandomFeatures:
+    who: str, random: FeatureParameters, statistics: Statistics | None
+) -> FeatureParameters:
     """Return the parameters of FAVOR++ or FAVOR#: rows W b and offsets wᵀ diag(a) w.
 
     Args:
@@ -148,4 +148,4 @@ def favor_parameters(
             f"got {shapes[0]} and {shapes[1]}"
         )
     rows, offset = apply_statistics(random.rows, statistics)
-    return RandomFeatures(rows, random.scale, offset)
+    return FeatureParameters(rows, random.scale, offset)

@@ -49,8 +49,8 @@ def linear(
     Query head n uses key head n // (N/K). Time O((T + S) M V). Without segments and
     with S ≤ M V / (M + V) keys the weights [T S] are computed, which then costs less
     than a state [M V]. Sums run in float32 at least. No ε is added to a denominator. A
-    row is zero if it sees no key, or if its denominator is 0 or only rounding error.
-    "Rounding" below has an exception.
+    row is zero if it sees no key, or if its denominator is 0 or only rounding error;
+    the paragraph "Rounding" has an exception for "squared" and "taylor".
 
     Range. Float32 must hold the features and their sums. With 300 tokens of head size
     64 that allows entries of queries and keys up to 1e18, and up to 1e15 with "relu2",

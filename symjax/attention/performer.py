@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
-from symjax.attention.core.feature_maps import RandomFeatures, feature_map
+from symjax.attention.core.feature_maps import FeatureParameters, feature_map
 from symjax.attention.favor import WITH_STATISTICS, Statistics, favor_parameters
 from symjax.attention.random_features import RANDOM_FEATURES, default_projection
 from symjax.attention.recurrent.bidirectional import attend
@@ -111,7 +111,7 @@ def performer_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], LinearState]:
-    """Return `performer` where a token sees itself and earlier tokens, also of `state`.
+    """Return causal `performer`: a token sees itself, earlier tokens and `state`.
 
     out[t] = Σ_{s≤t} φ(q_t)·φ(k_s) v_s / Σ_{s≤t} φ(q_t)·φ(k_s)
 
@@ -222,7 +222,7 @@ def _recurrence(
     projection: Array | None,
     scale: float | None,
     statistics: Statistics | None,
-) -> tuple[Normalised, RandomFeatures]:
+) -> tuple[Normalised, FeatureParameters]:
     """Check the arguments, and return the recurrence and its parameters."""
     recurrence = Normalised(feature_map(who, RANDOM_FEATURES, features))
     check_kind(who, jnp.floating, query=query, key=key, projection=projection)
@@ -237,7 +237,7 @@ def _recurrence(
             f"key {key.shape}, M not 0, got {shape}"
         )
     scale = 1 / math.sqrt(size) if scale is None else scale
-    random = RandomFeatures(projection, jnp.asarray(scale))
+    random = FeatureParameters(projection, jnp.asarray(scale))
     if features in WITH_STATISTICS:
         random = favor_parameters(who, random, statistics)
     elif statistics is not None:

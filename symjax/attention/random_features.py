@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from symjax.attention.core.arguments import check_choice
-from symjax.attention.core.feature_maps import Features, LogFeatures, RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters, Features, LogFeatures
 from symjax.attention.core.products import (
     einsum,
     in_six_passes,
@@ -85,7 +85,7 @@ def default_projection(head_size: int) -> np.ndarray:
     return np.asarray(rows)
 
 
-def _project(x: Array, random: RandomFeatures) -> Array:
+def _project(x: Array, random: FeatureParameters) -> Array:
     """Return W x √scale + offset in full precision: most φ are its exponential."""
     product = in_six_passes if x.dtype == jnp.float32 else einsum
     scaled = x * jnp.sqrt(random.scale).astype(x.dtype)
@@ -114,10 +114,10 @@ def _estimating(
         exponential: see `Features`.
     """
 
-    def query(x: Array, random: RandomFeatures) -> LogFeatures:
+    def query(x: Array, random: FeatureParameters) -> LogFeatures:
         return features(_project(x, random))
 
-    def key(x: Array, random: RandomFeatures) -> LogFeatures:
+    def key(x: Array, random: FeatureParameters) -> LogFeatures:
         norm = 0.5 * sign * random.scale.astype(x.dtype) * squared_length(x)
         return features(_project(x, random)).times_exp(norm)
 
@@ -147,12 +147,12 @@ def _trigonometric(projected: Array) -> LogFeatures:
     return LogFeatures(waves, jnp.zeros_like(projected[..., :1]))
 
 
-def _rectified(x: Array, random: RandomFeatures) -> LogFeatures:
+def _rectified(x: Array, random: FeatureParameters) -> LogFeatures:
     """Return relu(w·x'), which estimates no exponential."""
     return LogFeatures(jax.nn.relu(_project(x, random)), None)
 
 
-def _spherical(x: Array, random: RandomFeatures) -> LogFeatures:
+def _spherical(x: Array, random: FeatureParameters) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
     The features are below e^(1.85 |w|), where |w| is about √H. Up to |w| = 39 float32

@@ -137,9 +137,9 @@ def run_and_exit(run: Callable[[], None]) -> NoReturn:
 
 
 def exit_at_once(exit_code: int, line: str) -> NoReturn:
-    """Print a line and exit, without waiting for other processes, which jax ends.
+    """Print a line and exit without waiting for the other processes; jax ends them.
 
-    At an ordinary exit jax would wait for the other processes for minutes.
+    At an ordinary exit jax would wait for them for minutes.
     """
     try:
         if line:

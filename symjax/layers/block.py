@@ -31,11 +31,11 @@ ACTIVATIONS = {
 }
 
 # Value of model.remat → results that are saved for the backward pass, by their names.
-# Attention kernels give the name RESIDUAL to their results. cuDNN, jla and the TPU
-# kernels of feature maps do not, and the GPU kernels of feature maps name their rows
-# but not their states: the backward pass computes these results again. "dots" saves
-# only two kinds of products with weights. All of them would fill the 16 GB of a TPU v5e
-# in a model of 1b parameters.
+# Most attention kernels give the name RESIDUAL to their results. The backward pass
+# computes results without this name again: those of cuDNN, of jla and of the TPU
+# kernels of feature maps, and the states of the GPU kernels of feature maps.
+# "dots" saves only two kinds of products with weights. All kinds would fill the 16 GB
+# of a TPU v5e in a model of 1b parameters.
 POLICIES = {
     name: jax.checkpoint_policies.save_only_these_names(RESIDUAL, *kept)
     for name, kept in {

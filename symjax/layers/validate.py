@@ -263,7 +263,7 @@ def _check_differential(options: config.Model, names: tuple[str, ...]) -> None:
         )
     if chosen.lambda_initial != -1 and chosen.depth_offset:
         raise ValueError(
-            f"model.attention.depth_offset {chosen.depth_offset} is of a λ_init by "
+            f"model.attention.depth_offset {chosen.depth_offset} changes a λ_init by "
             f"depth, but model.attention.lambda_initial is {chosen.lambda_initial}"
         )
     normed = any(can_have_head_norm(options, depth) for depth in range(options.depth))

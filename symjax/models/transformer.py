@@ -85,8 +85,7 @@ def _check_scaling(chosen: config.RopeScaling, rotary: bool, positions: str) -> 
     if chosen.kind in OF_A_LENGTH and not chosen.original_length:
         raise ValueError(
             f"model.rope_scaling.kind {chosen.kind!r} needs "
-            "model.rope_scaling.original_length, the tokens of context before the "
-            "scaling"
+            "model.rope_scaling.original_length, the length of rows before the scaling"
         )
 
 

@@ -42,7 +42,7 @@ class Skips:
 
 
 class History(NamedTuple):
-    """Earlier starts of a run, as its checkpoints store them.
+    """Earlier starts of a run and changed keys, as its checkpoints store them.
 
     Attributes:
         changed: a line for each key that a resumed run was allowed to change.
@@ -53,7 +53,7 @@ class History(NamedTuple):
     sessions: list[dict[str, Any]]
 
 
-class Run(NamedTuple):
+class RunContext(NamedTuple):
     """Values that evaluations, reports and checkpoints of a run share."""
 
     options: config.Config

@@ -19,7 +19,7 @@ from symjax.models.attention_maps import statistics_of_maps
 from symjax.models.generate import before_stop, generate
 from symjax.models.lambdas import lambda_table, mean_lambdas
 from symjax.monitor.metrics import GRADIENT_NORM, LAMBDA
-from symjax.training.context import Run
+from symjax.training.context import RunContext
 from symjax.training.step import Means, State, means
 
 SAMPLE_PROMPT, SAMPLE_LENGTH = 16, 120  # tokens
@@ -27,7 +27,7 @@ MAPS, LONGEST_MAP = 4, 512  # rows whose attention maps are measured; most token
 MEAN_OR_LARGEST = {"entropy": np.mean, "largest_logit": np.max}  # over rows
 
 
-def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
+def evaluate(context: RunContext, state: State, norms: Array | None = None) -> float:
     """Return the held-out loss; show and log it.
 
     If evaluate.sample is on and the model continues text, a sample is shown too.
@@ -37,10 +37,10 @@ def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
     Raises:
         FloatingPointError: the loss is not finite.
     """
-    examples, done = run.examples, int(state.step)
-    total = examples.heldout_count(run.shape)
-    count = min(run.options.evaluate.batches or total, total)
-    loss, accuracy = measure(run, state, count)
+    examples, done = context.examples, int(state.step)
+    total = examples.heldout_count(context.shape)
+    count = min(context.options.evaluate.batches or total, total)
+    loss, accuracy = measure(context, state, count)
     values = {"heldout/loss": loss, "heldout/batches": count}
     shown = f"{loss:.4f} nats/{examples.unit}"
     if (text := examples.text) is None:  # targets are answers or labels
@@ -49,71 +49,73 @@ def evaluate(run: Run, state: State, norms: Array | None = None) -> float:
     else:
         values["heldout/bits_per_byte"] = bits = text.bits_per_byte(loss)
         shown += f", {bits:.4f} bits/byte"
-    values |= lambdas(run, state) | attention_statistics(run, state)
+    values |= lambdas(context, state) | attention_statistics(context, state)
     if norms is not None:
         values |= {f"{GRADIENT_NORM}{i}": x for i, x in enumerate(np.asarray(norms))}
-    run.metrics.write(done, values)
-    run.progress.line(
+    context.metrics.write(done, values)
+    context.progress.line(
         f"step {done}: held-out loss {shown} on {count} of {total} batches "
         f"({references(examples, count, total)})"
     )
     if not math.isfinite(loss):
-        raise run.stopped_at(done, f"held-out loss is {loss}")
-    if text is not None and run.options.evaluate.sample:
-        run.progress.compiling("the sample")
-        weights = to_host((state.params, run.constants))
-        shown = on_process_zero(lambda: sample(run, text, weights))
-        run.progress.line(f"step {done}: sample {shown!r}")
+        raise context.stopped_at(done, f"held-out loss is {loss}")
+    if text is not None and context.options.evaluate.sample:
+        context.progress.compiling("the sample")
+        weights = to_host((state.params, context.constants))
+        shown = on_process_zero(lambda: sample(context, text, weights))
+        context.progress.line(f"step {done}: sample {shown!r}")
     return loss
 
 
-def measure(run: Run, state: State, count: int) -> Means:
+def measure(context: RunContext, state: State, count: int) -> Means:
     """Return the mean loss and accuracy over `count` held-out batches."""
-    run.progress.compiling("the evaluation")
-    batches = run.examples.heldout_batches(run.shape, count)
-    return means(run.program, state.params, run.constants, run.shape, batches)
+    context.progress.compiling("the evaluation")
+    batches = context.examples.heldout_batches(context.shape, count)
+    return means(
+        context.program, state.params, context.constants, context.shape, batches
+    )
 
 
-def lambdas(run: Run, state: State) -> dict[str, float]:
+def lambdas(context: RunContext, state: State) -> dict[str, float]:
     """Return λ of every differential layer by its name in metrics.jsonl.
 
     Differential V2 has one λ for each token and head: their mean over the first
     held-out batch is returned.
     """
-    kind = run.options.model.attention.differential
+    kind = context.options.model.attention.differential
     if kind == "none":
         return {}
-    model = nnx.merge(run.program.graph, state.params, run.constants)
+    model = nnx.merge(context.program.graph, state.params, context.constants)
     if kind == "v1":
         found = {row["layer"]: row["lambda"] for row in lambda_table(model)}
     else:
-        [rows] = run.examples.heldout_batches(run.shape, 1)
-        inputs, *_ = run.program.place(run.shape, rows)
-        with jax.set_mesh(run.program.mesh):
+        [rows] = context.examples.heldout_batches(context.shape, 1)
+        inputs, *_ = context.program.place(context.shape, rows)
+        with jax.set_mesh(context.program.mesh):
             found = mean_lambdas(model, tokens_of(inputs))
     return {f"{LAMBDA}{layer}": lam for layer, lam in found.items()}
 
 
-def attention_statistics(run: Run, state: State) -> dict[str, float]:
+def attention_statistics(context: RunContext, state: State) -> dict[str, float]:
     """Return entropy and largest logit of every layer, by the names in metrics.jsonl.
 
     They are measured on 4 held-out rows, one after another. Rows have at most 512
     tokens, unless the examples have a fixed length. A row counts as one document, even
     if it holds several. The dict is empty if log.attention is off.
     """
-    if not run.options.log.attention:
+    if not context.options.log.attention:
         return {}
-    run.progress.compiling("the attention maps")
-    length = run.options.model.length
-    if not run.examples.fixed_length:
+    context.progress.compiling("the attention maps")
+    length = context.options.model.length
+    if not context.examples.fixed_length:
         length = min(length, LONGEST_MAP)
-    model = nnx.merge(run.program.graph, state.params, run.constants)
+    model = nnx.merge(context.program.graph, state.params, context.constants)
     graph, weights = nnx.split(model)
-    everywhere = NamedSharding(run.program.mesh, PartitionSpec())
+    everywhere = NamedSharding(context.program.mesh, PartitionSpec())
     measured = []
-    for rows in run.examples.heldout_batches((1, length), MAPS):
+    for rows in context.examples.heldout_batches((1, length), MAPS):
         tokens = np.asarray(tokens_of(rows(0, 1)[0]))
-        with jax.set_mesh(run.program.mesh):
+        with jax.set_mesh(context.program.mesh):
             placed = jax.make_array_from_callback(
                 tokens.shape, everywhere, tokens.__getitem__
             )
@@ -141,7 +143,7 @@ def references(examples: Examples, count: int, total: int) -> str:
     return f"{where}: {shown}" if where else shown
 
 
-def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
+def sample(context: RunContext, text: Corpus, weights: tuple[Any, Any]) -> str:
     """Return the first tokens of the held-out text and the model's continuation.
 
     The continuation stops where the model writes the token that ends a document.
@@ -149,14 +151,14 @@ def sample(run: Run, text: Corpus, weights: tuple[Any, Any]) -> str:
     Args:
         weights: params and constants, on the host.
     """
-    length = run.options.model.length
+    length = context.options.model.length
     start = min(SAMPLE_PROMPT, (length + 1) // 2)
     count = min(SAMPLE_LENGTH, length - start)
     tokens = np.asarray(text.heldout[:start], np.int32)
     if count:
-        end = delimiters(text.tokenizer, run.examples.language).end
+        end = delimiters(text.tokenizer, context.examples.language).end
         stop = [] if end is None else [end]
-        model = nnx.merge(run.program.graph, *weights)
+        model = nnx.merge(context.program.graph, *weights)
         key, prompts = jax.random.key(0), jnp.asarray(tokens[None])
         more = generate(model, prompts, count, key, temperature=0.8, stop=stop)
         tokens = np.concatenate([tokens, before_stop(np.asarray(more[0]), stop)])

@@ -4,8 +4,8 @@
 configuration, data, program, state, and the loop over steps. After a step the loop
 reports the metrics of the step before (`report`). It evaluates (`heldout.evaluate`) and
 saves (`save_checkpoint`) when an evaluation or a checkpoint is due. The first argument
-of these three functions is a `Run` (`context.py`): the options, the program, the open
-files and the clock of a run.
+of these three functions is a `RunContext` (`context.py`): the options, the program, the
+open files and the clock of a run.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from symjax.monitor.profile import Profile
 from symjax.monitor.progress import Clock, Progress
 from symjax.storage import local_folder
 from symjax.training import compile, heldout, preflight, transfer
-from symjax.training.context import History, Run, Skips, sessions
+from symjax.training.context import History, RunContext, Skips, sessions
 from symjax.training.initial import check_origin, initial_state
 from symjax.training.messages import introduce, summary
 from symjax.training.prefetch import prefetch
@@ -154,7 +154,7 @@ def train(
             stack.callback(examples.stream.close)
         progress = Progress(options.steps, first)
         stack.callback(progress.close)
-        context = Run(
+        context = RunContext(
             options,
             workdir,
             examples,
@@ -234,7 +234,7 @@ def peak_speed(program: Program) -> float:
     return chip.flops * devices.size / cost.train_flops(program.model, parameters)
 
 
-def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
+def report(context: RunContext, done: int, metrics: dict[str, Any]) -> None:
     """Check and show the metrics of a step.
 
     They are written to metrics.jsonl when log.every is due, and after a harmful step.
@@ -248,35 +248,37 @@ def report(run: Run, done: int, metrics: dict[str, Any]) -> None:
             - or it is the last of `MOST_SKIPPED` skipped steps in a row.
     """
     values = {name: float(x) for name, x in metrics.items() if name != LAYER_NORMS}
-    skipped = run.skips.last_skipped(values["skipped_steps"])
+    skipped = context.skips.last_skipped(values["skipped_steps"])
     loss = TRANSFER_ERROR if TRANSFER_ERROR in values else "train/loss"
     wrong = [x for x in (loss, "gradient_norm") if not math.isfinite(values[x])]
     if skipped:
         wrong.append("gradient_norm")
-    speed, suffix = run.clock.speed(), ""
-    speeds = {"tokens_per_second": speed, "data_seconds": run.clock.data_seconds()}
-    if logged := run.due(run.options.log.every, done):
-        run.clock.restart()
-    if peak := run.clock.peak:
-        each, share = speed / run.program.mesh.size, speed / peak
+    speed, suffix = context.clock.speed(), ""
+    speeds = {"tokens_per_second": speed, "data_seconds": context.clock.data_seconds()}
+    if logged := context.due(context.options.log.every, done):
+        context.clock.restart()
+    if peak := context.clock.peak:
+        each, share = speed / context.program.mesh.size, speed / peak
         speeds |= {"mfu": share, "tokens_per_second_per_device": each}
         suffix = f" ({each:,.0f} a device, MFU {share:.1%})"
     if logged or wrong:
-        run.metrics.write(done, values | speeds)
-    left = (run.options.steps - done) * run.clock.tokens / speed
+        context.metrics.write(done, values | speeds)
+    left = (context.options.steps - done) * context.clock.tokens / speed
     if wrong:
         what = f"{wrong[0]} is {values[wrong[0]]:.6g}"
-        if not skipped or run.options.optimizer.nonfinite == "stop":
-            raise run.stopped_at(done, what)
-        if run.skips.in_a_row == MOST_SKIPPED:
-            raise run.stopped_at(done, f"{MOST_SKIPPED} steps in a row skipped: {what}")
-        run.progress.line(f"step {done} skipped: {what}")
-    run.progress.update(done, values[loss], speed, left, suffix)
-    if done == run.options.transfer.steps:
-        run.progress.line(transfer.end_line(run.options, values[loss]))
+        if not skipped or context.options.optimizer.nonfinite == "stop":
+            raise context.stopped_at(done, what)
+        if context.skips.in_a_row == MOST_SKIPPED:
+            raise context.stopped_at(
+                done, f"{MOST_SKIPPED} steps in a row skipped: {what}"
+            )
+        context.progress.line(f"step {done} skipped: {what}")
+    context.progress.update(done, values[loss], speed, left, suffix)
+    if done == context.options.transfer.steps:
+        context.progress.line(transfer.end_line(context.options, values[loss]))
 
 
-def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
+def save_checkpoint(context: RunContext, state: State, loss: float | None) -> None:
     """Save the state if its held-out loss is finite.
 
     Args:
@@ -286,33 +288,36 @@ def save_checkpoint(run: Run, state: State, loss: float | None) -> None:
         FloatingPointError: the loss is not finite.
     """
     done = int(state.step)
-    if line := run.examples.vanished():
-        run.progress.line(line)
+    if line := context.examples.vanished():
+        context.progress.line(line)
     if loss is None:
-        measured = heldout.measure(run, state, 1).loss
+        measured = heldout.measure(context, state, 1).loss
         if not math.isfinite(measured):
-            raise run.stopped_at(done, f"held-out loss is {measured}")
+            raise context.stopped_at(done, f"held-out loss is {measured}")
     trees = {
         "params": state.params,
         "optimizer": state.optimizer,
-        "constants": run.constants,
+        "constants": context.constants,
     }
     meta = {
-        "config": validation.to_dict(run.options),
-        "data": run.examples.fingerprint,
-        "examples": described(run.examples, run.program.model),
+        "config": validation.to_dict(context.options),
+        "data": context.examples.fingerprint,
+        "examples": described(context.examples, context.program.model),
         "heldout_loss": loss,
-        "changed": run.history.changed,
-        "imports": imports.to_store(dataclasses.asdict(run.options.model)),
-        "sessions": run.history.sessions,
-        "transfer": transfer.stored(run.options, run.teacher),
+        "changed": context.history.changed,
+        "imports": imports.to_store(dataclasses.asdict(context.options.model)),
+        "sessions": context.history.sessions,
+        "transfer": transfer.stored(context.options, context.teacher),
     }
-    run.metrics.upload()  # first: the bucket then has the metrics of each checkpoint
-    run.checkpoints.save(done, trees, meta)
+    context.metrics.upload()  # first: a bucket then has the metrics of each checkpoint
+    context.checkpoints.save(done, trees, meta)
 
 
 def stop_waiting(
-    run: Run, state: State, pending: dict[str, Any] | None, interrupts: Interrupts
+    context: RunContext,
+    state: State,
+    pending: dict[str, Any] | None,
+    interrupts: Interrupts,
 ) -> NoReturn:
     """End a run after a signal that came while a step waited for its batch.
 
@@ -325,14 +330,14 @@ def stop_waiting(
     if not done:
         interrupts.check()
     if pending is not None:
-        report(run, done, pending)
-    if done not in run.checkpoints.steps():
-        save_checkpoint(run, state, None)
-    raise interrupted(run, done, interrupts.received or signal.SIGTERM)
+        report(context, done, pending)
+    if done not in context.checkpoints.steps():
+        save_checkpoint(context, state, None)
+    raise interrupted(context, done, interrupts.received or signal.SIGTERM)
 
 
-def interrupted(run: Run, done: int, stop: signal.Signals) -> Interrupted:
+def interrupted(context: RunContext, done: int, stop: signal.Signals) -> Interrupted:
     """Return the exception that ends a run, after the checkpoint `done` is on disk."""
-    run.checkpoints.wait()
-    saved = f"saved checkpoint {done} in {run.workdir}"
+    context.checkpoints.wait()
+    saved = f"saved checkpoint {done} in {context.workdir}"
     return Interrupted(stop, f"{saved}; the same command resumes")

@@ -28,8 +28,8 @@ MOST_LOGITS = 2**26
 ON_GPU = 2**28
 # A sum Σ exp(logit) between 1/SAFE_SUM and SAFE_SUM needs no shift: it does not
 # overflow, and the exponentials that underflow do not matter. Each of these is below
-# e⁻⁸⁷ = 1.6e-38. With a vocabulary of 10⁵ tokens they sum to less than 1.6e-33, and the
-# rounding error of the smallest sum, 1e-25, is larger: 6e-33.
+# e⁻⁸⁷ = 1.6e-38. With a vocabulary of 10⁵ tokens they sum to less than 1.6e-33. That is
+# less than 6e-33, the rounding error of the smallest sum, which is 1e-25.
 SAFE_SUM = 1e25
 SCOPE = "token_losses"  # prefix of these operations in compiled programs
 

@@ -14,20 +14,20 @@ from symjax.monitor.profile import Profile
 from symjax.monitor.progress import duration
 from symjax.storage import in_bucket, local_folder
 from symjax.tables import aligned
-from symjax.training.context import Run
+from symjax.training.context import RunContext
 from symjax.training.schedule import schedule_change
 from symjax.training.step import State
 
 
 def introduce(
-    run: Run, state: State, saved: config.Config | None, profile: Profile
+    context: RunContext, state: State, saved: config.Config | None, profile: Profile
 ) -> None:
     """Print what is trained, on which data and devices, and what a resumed run changes.
 
     Args:
         saved: configuration in the checkpoint of a resumed run.
     """
-    options, line = run.options, run.progress.line
+    options, line = context.options, context.progress.line
     weights = sum(x.size for x in jax.tree.leaves(state.params))
     origin = "new run"
     if first := int(state.step):
@@ -37,15 +37,15 @@ def introduce(
     count = jax.process_count()
     processes = f" of {count} processes" if count > 1 else ""
     line(
-        f"{weights:,} parameters, {run.examples.size}, "
-        f"{run.program.mesh.size} {jax.devices()[0].platform} device(s)"
-        f"{processes}: {origin} in {run.workdir}"
+        f"{weights:,} parameters, {context.examples.size}, "
+        f"{context.program.mesh.size} {jax.devices()[0].platform} device(s)"
+        f"{processes}: {origin} in {context.workdir}"
     )
-    local = local_folder(run.workdir)
-    if in_bucket(run.workdir):
+    local = local_folder(context.workdir)
+    if in_bucket(context.workdir):
         line(
-            f"a bucket has no locks: start no second run in {run.workdir}; metrics are "
-            f"copied there at each save from {local}"
+            f"a bucket has no locks: start no second run in {context.workdir}; metrics "
+            f"are copied there at each save from {local}"
         )
     if first < options.transfer.steps:
         line(
@@ -53,7 +53,7 @@ def introduce(
             f"only weights that {options.init_from} lacks train, and the loss is the "
             f"error of {options.transfer.match}"
         )
-    for change in run.history.changed:
+    for change in context.history.changed:
         line(f"changed {change}")
     if unknown := imports.unaccounted(dataclasses.asdict(options.model)):
         line(
@@ -76,21 +76,21 @@ def introduce(
         line(change)
 
 
-def summary(run: Run) -> list[str]:
+def summary(context: RunContext) -> list[str]:
     """Return the last lines of a complete run: best loss, goodput, and its files.
 
     Goodput is the share of the time of this process in which steps ran.
     """
-    workdir, name, lines = run.workdir, "heldout/loss", []
+    workdir, name, lines = context.workdir, "heldout/loss", []
     evaluated = [x for x in rows_of(workdir) if isinstance(x.get(name), float)]
     if best := min(evaluated, key=lambda x: x[name], default=None):
-        loss = f"{best[name]:.4f} nats/{run.examples.unit} at step {best['step']}"
+        loss = f"{best[name]:.4f} nats/{context.examples.unit} at step {best['step']}"
         if count := best.get("heldout/batches"):
             loss += f", on {count:.0f} batches"
         lines.append(("best held-out loss", loss))
-    share, seconds = run.clock.goodput()
+    share, seconds = context.clock.goodput()
     lines.append(("goodput", f"{share:.0%} of {duration(seconds)} were steps"))
-    steps = ", ".join(map(str, run.checkpoints.steps()))
+    steps = ", ".join(map(str, context.checkpoints.steps()))
     lines.append(("checkpoints", f"{workdir / 'checkpoints'}: {steps}"))
     lines.append(("metrics", str(workdir / "metrics.jsonl")))
     if (local_folder(workdir) / CURVE).exists():

@@ -14,7 +14,7 @@ import oracles
 import pytest
 from laws import close
 
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.linear import linear, linear_causal
 from symjax.attention.performer import performer, performer_causal
 from symjax.attention.random_features import RANDOM_FEATURES
@@ -49,12 +49,12 @@ def has_the_gradients(form, case, name, tolerance):
 
 @pytest.mark.parametrize("name", CASES)
 def test_google_has_the_same_features_but_for_its_epsilon(name):
-    """Google divides queries by the maximum of a row, keys by that of all time, and
-    √M."""
+    """Google divides queries by the maximum of a row, keys by the maximum of all time,
+    and both by √M."""
     case = load(name)
     rows, kind = case["projection"], str(case["kind"])
     scale = rows.shape[1] ** -0.5 if case["normalize_data"] else 1.0
-    draw = RandomFeatures(jnp.asarray(rows), jnp.asarray(scale))
+    draw = FeatureParameters(jnp.asarray(rows), jnp.asarray(scale))
     maps = RANDOM_FEATURES[NAMES[kind]]
     for letter, axes in (("q", 3), ("k", (1, 3))):
         wanted = case[f"google_phi_{letter}"]

@@ -8,7 +8,7 @@ import numpy as np
 import oracles
 import pytest
 
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.favor import apply_statistics, favor_statistics
 from symjax.attention.performer import performer
 from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
@@ -40,7 +40,7 @@ def estimate(features, rows):
     """Return φ(q)·φ(k) with all factors that attention may leave out."""
     query, key = PAIRS
     scale, sign, factor = SIZE**-0.5, -1, 1 / ROWS
-    draw = RandomFeatures(rows, jnp.asarray(scale))
+    draw = FeatureParameters(rows, jnp.asarray(scale))
     if features == "hyperbolic":
         factor /= 2
     if features == "trigonometric":
@@ -49,7 +49,7 @@ def estimate(features, rows):
     learned = statistics(features, sample * 0.5)
     if learned is not None:
         moved, offset = apply_statistics(rows, learned)
-        draw = RandomFeatures(moved, draw.scale, offset)
+        draw = FeatureParameters(moved, draw.scale, offset)
         factor *= jnp.prod(1 - 4 * learned.a) ** 0.5
     maps = RANDOM_FEATURES[features]
     products = maps.query(query, draw).weights() * maps.key(key, draw).weights()
@@ -177,7 +177,10 @@ def test_waves_are_useless_for_entries_of_size_one():
 
 
 def test_directions_of_different_size_are_what_favor_sharp_is_for():
-    """Four dimensions of size 1.4, twelve of 0.21: errors .34 and .53; positive .75."""
+    """Four dimensions of size 1.4, twelve of 0.21.
+
+    FAVOR# has an error of .34, FAVOR++ .53, positive features .75.
+    """
     scale = np.where(np.arange(WIDTH) < 4, 1.4, 0.21)
     arrays = vectors(scale)
     assert error(arrays, scale, "favor#") < 0.8 * error(arrays, scale, "favor++")

@@ -10,7 +10,7 @@ import oracles
 import pytest
 from laws import close, inputs, run, same
 
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.products import einsum
 from symjax.attention.favor import Statistics, favor_statistics
 from symjax.attention.performer import (
@@ -82,8 +82,11 @@ def test_other_features_obey(features, law):
 
 @pytest.mark.parametrize("features", ["favor++", "favor#", "relu"])
 def test_features_without_options_equal_their_definition(features):
-    """Queries and keys of variance 1: s = 2/√H, which makes `a` equal in all
-    directions."""
+    """Without statistics they assume queries q and keys k of variance 1.
+
+    Then q + k, times √scale, has the variance s = 2/√H in each direction. So the `a`
+    with the least variance of the estimate is the same number in all directions.
+    """
     statistics = None
     if features != "relu":
         s = 2 / laws.H**0.5
@@ -226,7 +229,7 @@ def test_lost_rows_of_one_example_leave_another_bitwise_alone():
 def test_the_denominator_is_at_least_one(scale):
     arrays = [x.astype(np.float32) for x in scaled(scale, length=9)]
     state = WIDE.state(1, 1, 64, 64)
-    random = RandomFeatures(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
+    random = FeatureParameters(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
     maps, how = (
         RANDOM_FEATURES["positive"],
         Arithmetic(einsum, signed=False, nonnegative=0),

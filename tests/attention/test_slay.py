@@ -11,7 +11,7 @@ import pytest
 from laws import close, inputs, run
 
 from symjax.attention import performer, performer_causal
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.performer import performer_state, performer_step
 from symjax.attention.random_features import RANDOM_FEATURES, orthogonal_projection
 from symjax.attention.slay import EPSILON, NODES, laguerre_rule
@@ -59,7 +59,7 @@ def test_features_estimate_their_kernel_without_bias(x64):
         """Return φ_m(q) φ_m(k) of the node 0 and of the node 1."""
         pairs = []
         for node, two in enumerate(([row, anchor], [anchor, row])):
-            random = RandomFeatures(jnp.stack(two), jnp.asarray(0.3))
+            random = FeatureParameters(jnp.stack(two), jnp.asarray(0.3))
             features = [
                 RANDOM_FEATURES["slay"].key(x, random).weights()[..., node]
                 for x in (jnp.asarray(query), jnp.asarray(key))

@@ -84,13 +84,13 @@ class Features(NamedTuple):
             the number by which `Normalised.prepare` has divided φ(q). None: weights are
             sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: a function H → n, where the first n features of a key are never
-            negative: n = H for "squared" (the squares), n = 1 for "taylor" and cosine
-            (the number 1). Set it if features change sign but no pair has a negative
-            weight. The terms of a denominator may then cancel to less than their
-            rounding errors. To bound the ratio, `recurrent.cancellation` reads the
-            state relative to a weighted mean of the values. The weight of a value in
-            this mean is the sum of the first n features of its key.
+        nonnegative: for features that change sign although no pair has a negative
+            weight; else None. A function H → n: the first n features of a key are never
+            negative. n is H for "squared" (the squares), and 1 for "taylor" and cosine
+            (the number 1). The terms of a denominator may cancel to less than their
+            rounding errors. So `recurrent.cancellation` reads the state relative to a
+            mean of the values. The weight of a value in this mean is the sum of the
+            first n features of its key.
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In
@@ -119,7 +119,7 @@ class Features(NamedTuple):
     exponents: bool = False
 
 
-class RandomFeatures(NamedTuple):
+class FeatureParameters(NamedTuple):
     """Parameters of random features: rows w, the scale, and offsets of exponents."""
 
     rows: Float[Array, "M H"]

@@ -1,8 +1,8 @@
 """Tokens laid out in spans and chunks of time, and the scan over spans.
 
-A `Span` is a number of consecutive tokens with the axes of the arguments, [B T …]. A
-`Chunk` is a span that is computed at once, with heads before time, [B K T …].
-`chunk_of` converts a span to a chunk.
+A `Span` holds the arrays of some consecutive tokens, in the layout of the arguments,
+[B T …]. A `Chunk` is a span that is computed at once, with heads before time,
+[B K T …]. `chunk_of` converts a span to a chunk.
 
 A hidden token, or one that pads the last span, leaves every state unchanged:
 

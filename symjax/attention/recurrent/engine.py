@@ -128,9 +128,9 @@ class InXla:
         """Return the same rows by one chunk after the other, which takes least memory.
 
         GPU kernels of features call it in a branch of a `jax.lax.cond`, which runs if a
-        row underflows. XLA reserves memory for the branch even if it does not run. No
-        row underflows here (`Normalised.exact`). Otherwise XLA would also compile the
-        program that computes such rows again.
+        row underflows. XLA reserves memory for the branch even if it does not run.
+        `exact=True` computes all rows so that none underflows. Without it XLA would
+        also compile the program that computes rows again.
         """
         recurrence = replace(cast(Any, self.recurrence), exact=True)
         state = _start("", recurrence, parameters, None, tokens)

@@ -176,9 +176,9 @@ class Normalised:
     def prepare(self, parameters: Any, span: Span) -> FeatureChunk:
         """Return the features of a span, with 0 for hidden keys.
 
-        Unless features are bounded, each query is divided by its largest amplitude,
-        which cancels in the division by the denominator. Otherwise products of
-        amplitudes could overflow float32.
+        The features of each query are divided by their largest amplitude, so that
+        products of amplitudes do not overflow float32. This factor cancels in the
+        division by the denominator. Bounded features are not divided.
         """
         chunk = chunk_of(span)
         dtype = sum_dtype(*chunk[:3])
@@ -289,9 +289,10 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    Rows are divided here, inside of `recompute_underflow`. The gradient of a division
-    after it would need the sums. `scan` saves no results of a chunk, so the backward
-    pass would run the `jax.lax.cond` of `recompute_underflow` again to get them.
+    The division is inside of `recompute_underflow`, because the gradient of a division
+    needs the sums. `scan` saves no sums of a chunk. After a division outside, the
+    backward pass would run the `jax.lax.cond` of `recompute_underflow` once more to get
+    them.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -19,9 +19,9 @@ Accelerators run them in parallel if `recurrence.schedule()` allows it:
     rows = [recurrence.advance(*x)[1] for x in zip(before, prepared)]
 
 To decode one token, `engine.attend_step` calls `prepare` and `advance` on a span of one
-token, and `empty` to check the shapes of the given state. The engine itself then calls
-neither `effect` nor `merge` nor `schedule`, and no kernel. An `advance` may call them,
-as that of `gated_linear.Decayed` does.
+token, and `empty` to check the shapes of the given state. It calls neither `effect` nor
+`merge` nor `schedule`, and no kernel. But an `advance` may itself call `effect` and
+`merge`, as that of `gated_linear.Decayed` does.
 
 Axes: B examples, T tokens, K key heads, G query heads per key head, H channels of a
 key, V channels of a value.

@@ -98,13 +98,13 @@ def _last_segment(span: Span) -> Span:
         return span
     last = span.segment == span.segment[:, -1:]
 
-    def zeros(x: Array) -> Array:
+    def earlier_as_zeros(x: Array) -> Array:
         return jnp.where(last.reshape(*last.shape, *[1] * (x.ndim - 2)), x, 0)
 
     return span._replace(
-        key=zeros(span.key),
-        value=zeros(span.value),
-        operands=jax.tree.map(zeros, span.operands),
+        key=earlier_as_zeros(span.key),
+        value=earlier_as_zeros(span.value),
+        operands=jax.tree.map(earlier_as_zeros, span.operands),
         visible=span.visible & last,
         segment=None,
         starts_segment=None,

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from symjax import attention, config
-from symjax.attention.core.feature_maps import Features, RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters, Features
 from symjax.attention.favor import WITH_STATISTICS, unit_statistics
 from symjax.attention.features import PLAIN, UNIT
 from symjax.attention.random_features import RANDOM_FEATURES
@@ -221,7 +221,7 @@ def _count_of_random(chosen: config.Attention, size: int) -> int:
     rows: Any = jax.ShapeDtypeStruct((chosen.feature_count, size), jnp.float32)
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
     features = RANDOM_FEATURES[chosen.features or "positive"]
-    return _mapped_size(features, size, RandomFeatures(rows, scale))
+    return _mapped_size(features, size, FeatureParameters(rows, scale))
 
 
 def _flops_of_performer(mixer: Any, chosen: config.Attention, length: int) -> float:

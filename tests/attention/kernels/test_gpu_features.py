@@ -29,7 +29,7 @@ from laws import close, same
 
 from symjax.attention import linear_causal, performer_causal
 from symjax.attention.core.devices import lowered_for
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import PLAIN
 from symjax.attention.kernels.gpu.feature_operands import (
@@ -71,7 +71,7 @@ class Form(NamedTuple):
 
     def random(self, rows=None):
         rows = jnp.asarray(self.projection if rows is None else rows)
-        return RandomFeatures(rows, jnp.float32(self.size**-0.5))
+        return FeatureParameters(rows, jnp.float32(self.size**-0.5))
 
     def attend(self, query, key, value, rows=None, *, mask=None, segment_ids=None):
         tokens = Tokens(query, key, value, (), mask, segment_ids)
@@ -288,7 +288,7 @@ SERVED = {
 def test_what_it_supports(form, sizes, takes):
     sizes = {"size": form.size} | sizes
     rows = jax.ShapeDtypeStruct((form.rows, sizes["size"]), np.float32)
-    random = RandomFeatures(rows, jax.ShapeDtypeStruct((), np.float32))
+    random = FeatureParameters(rows, jax.ShapeDtypeStruct((), np.float32))
     kernel = GpuFeatures(form.kernel.recurrence)
     assert served(kernel, random if form.rows else None, **sizes) == takes
 

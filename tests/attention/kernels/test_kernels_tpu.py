@@ -29,9 +29,9 @@ OF_LINEAR = {"linear_forward": 1, "linear_backward": 1}
 KERNELS = {"performer": OF_PERFORMER, "linear": OF_LINEAR, "decay": OF_DECAY}
 KERNELS |= {"decay_by_head": OF_DECAY, "delta_by_head": OF_DELTA}
 KERNELS |= {"delta": OF_DELTA, "kda": OF_DELTA}
-# Features of linear attention, log-decays, and the inverses of the delta rule, 128
+# Outputs of linear attention, log-decays, and the inverses of the delta rule, 128
 # numbers of a token, are float32.
-MORE = {"linear": 10, "decay": 10, "delta": 12, "kda": 14}
+MORE = {"linear": 8, "decay": 10, "delta": 12, "kda": 14}
 
 
 class Case(NamedTuple):

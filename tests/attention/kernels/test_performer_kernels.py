@@ -16,7 +16,7 @@ from interpreted import STRICT, B, K, N, differentiated, seen_by
 from laws import close, same
 
 from symjax.attention import linear_causal, performer_causal
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
 from symjax.attention.features import IDENTITY, PLAIN
 from symjax.attention.kernels import dispatch
@@ -58,7 +58,7 @@ def projection(sizes):
 def kernel(sizes, query, key, value, rows=None, **seen):
     recurrence = Normalised((RANDOM_FEATURES if sizes.rows else PLAIN)[sizes.features])
     rows = jnp.asarray(projection(sizes), jnp.float32) if rows is None else rows
-    random = RandomFeatures(rows, jnp.float32(sizes.head_size**-0.5))
+    random = FeatureParameters(rows, jnp.float32(sizes.head_size**-0.5))
     random = random if sizes.rows else None
     mask, segment_ids = seen.get("mask"), seen.get("segment_ids")
     tokens = Tokens(query, key, value, (), mask, segment_ids)
@@ -159,7 +159,7 @@ def test_a_learned_projection_gets_the_gradient_of_the_scan():
 
 
 def test_other_machines_features_and_lengths_take_the_scan():
-    random = RandomFeatures(jnp.zeros((8, 16)), jnp.float32(1))
+    random = FeatureParameters(jnp.zeros((8, 16)), jnp.float32(1))
     tokens = Tokens(*(jnp.zeros((1, 128, 2, 16), jnp.bfloat16) for _ in range(3)))
     short = Tokens(*(x[:, :100] for x in tokens[:3]))
     half = jax.tree.map(lambda x: x.astype(jnp.float16), tokens)

@@ -10,7 +10,7 @@ import pytest
 from laws import SEGMENTS, B, H, K, T, close, hiding, inputs
 
 from symjax.attention.core.devices import lowered_for
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import einsum
 from symjax.attention.cosine import RECURRENCE, cosine_causal
@@ -29,7 +29,7 @@ LOGITS = np.random.default_rng(3).normal(size=(B, T, K, H))
 BETA = 2 / (1 + np.exp(-LOGITS[..., 0]))
 HEAD, CHANNEL = -np.exp(3 * LOGITS[..., :1]), -np.exp(3 * LOGITS)
 SHARED = -np.array([[0.0], [0.3], [np.inf]])
-PROJECTION = RandomFeatures(
+PROJECTION = FeatureParameters(
     np.random.default_rng(4).normal(size=(7, H)), np.asarray(H**-0.5)
 )
 CASES = {  # recurrence, parameters, operands

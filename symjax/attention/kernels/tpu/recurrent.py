@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.feature_maps import RandomFeatures
+from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
     value: Float[Array, "B T K V"]
     log_decay: Float[Array, "B T K *H"] | None = None
     beta: Float[Array, "B T K"] | None = None
-    random: RandomFeatures | None = None
+    random: FeatureParameters | None = None
     visible: Bool[Array, "B T"] | None = None
     segment: Int[Array, "B T"] | None = None
 
@@ -94,7 +94,7 @@ class TpuFeatures(NamedTuple):
     interpret: Any = False
     block: int = LANES
 
-    def refusal(self, tokens: Tokens, random: RandomFeatures | None) -> str | None:
+    def refusal(self, tokens: Tokens, random: FeatureParameters | None) -> str | None:
         """Return why the kernels do not support a call; None if they do."""
         if reason := unsupported(tokens):
             return reason
@@ -109,7 +109,7 @@ class TpuFeatures(NamedTuple):
         return None
 
     def attend(
-        self, tokens: Tokens, random: RandomFeatures | None, fallback: Fallback
+        self, tokens: Tokens, random: FeatureParameters | None, fallback: Fallback
     ) -> Float[Array, "B T N V"]:
         query, key, value, visible, segment = VisibleTokens.of(tokens)
         features = self.recurrence.features
@@ -224,7 +224,7 @@ def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
 
 def _of_projection(
     form: RecurrentForm, inputs: Inputs, change: Array
-) -> RandomFeatures:
+) -> FeatureParameters:
     """Return the gradient of random features, by the same call in XLA."""
     mask = None if inputs.visible is None else inputs.visible[:, None, None]
     tokens = Tokens(*inputs[:3], (), mask, inputs.segment)
@@ -252,7 +252,7 @@ def _feature_operands(
 
 
 def _projection(
-    signs: tuple[int, ...], plan: ChunkPlan, random: RandomFeatures, dtype: Any
+    signs: tuple[int, ...], plan: ChunkPlan, random: FeatureParameters, dtype: Any
 ) -> tuple[Float[Array, "parts M H"], Float[Array, "1 M"]]:
     """Return rows and offsets for the heads of a tile. Rows in bfloat16 have two parts.
 

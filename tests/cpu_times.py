@@ -3,8 +3,8 @@
     PYTHONPATH=tests python -m pytest -p cpu_times -m "" -n auto --dist loadfile
 
 Tests in that file only run with `pytest -m slow`. The cheapest case of a test function
-is slow if it takes 2.5 seconds of processor time or more, setup included. Every other
-case is slow if it takes more than 0.6 seconds. Tests that are marked `always` or `slow`
+is slow if it takes 1.5 seconds of processor time or more, setup included. Every other
+case is slow if it takes more than 0.3 seconds. Tests that are marked `always` or `slow`
 in their own file are not listed. Tests that did not run keep their line.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).resolve().parent / "slow.txt"
-LIMIT, CHEAPEST = 0.6, 2.5  # seconds
+LIMIT, CHEAPEST = 0.3, 1.5  # seconds
 KEY = "cpu seconds"
 MARKS = "slow", "always"
 

@@ -21,7 +21,7 @@ def run_example(name, words):
     return end.value.code
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_what_is_trained_is_exported_and_loaded_with_the_same_logits(tmp_path, capsys):
     changes = SMALL | {"data.path": write_text(tmp_path), "data.vocabulary": 300}
     words = [f"--config.{name}={value}" for name, value in changes.items()]

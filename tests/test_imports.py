@@ -72,7 +72,7 @@ def program(name, *arguments, folder):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_a_run_outlives_the_file_of_its_mechanism(softcap, tmp_path):
     """One process trains, the next is refused, and one that may run the code reads it.
 

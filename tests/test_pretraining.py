@@ -63,7 +63,7 @@ def stand_in(tmp_path):
     return folder
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_the_whole_road_runs_at_toy_size(stand_in, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

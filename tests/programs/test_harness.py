@@ -109,7 +109,7 @@ def request(*pair):
     return type("Request", (), {"args": pair})
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_scores_are_losses_in_the_windows_of_lm_eval(model, tmp_path, capsys):
     place, loaded, rows = model
     words = ["--workdir", place / "run", "--include", place / "tasks"]

@@ -115,7 +115,7 @@ def test_another_machine_with_another_text_is_refused(
     assert objects(workdir) == before
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_a_bucket_is_read_as_a_folder_is(runs, elsewhere, capsys, tmp_path):
     disk, bucket = runs
     found = [symjax.load(str(x)) for x in runs]
@@ -205,7 +205,7 @@ def test_damage_to_any_object_is_harmless_or_named(damage, workdir, runs):
     assert named >= 6
 
 
-@pytest.mark.always
+@pytest.mark.slow
 def test_what_kills_leave_does_not_stop_a_run(workdir, text, runs, capsys):
     """A save without its last object, and metrics later than the newest checkpoint."""
     for name, content in objects(workdir / "checkpoints" / "4").items():

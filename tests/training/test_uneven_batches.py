@@ -114,28 +114,27 @@ def assert_same(found, wanted):
 
 UNEVEN = (6, 1, 5, 1, 2, 0, 6, 1)
 ONE = config.Mesh(data=1)
-SPLITS = (
-    (ONE, 1),
-    (ONE, 2),
-    (ONE, 4),
-    (config.Mesh(data=8), 1),
-    (config.Mesh(data=2, fsdp=2, sequence=2), 2),
-)
+EIGHT, EACH_AXIS = config.Mesh(data=8), config.Mesh(data=2, fsdp=2, sequence=2)
+CASES = {
+    "micro-batches": (MODEL, loss.MOST_LOGITS, ((ONE, 1), (ONE, 4))),
+    "meshes": (MODEL, loss.MOST_LOGITS, ((EIGHT, 1), (EACH_AXIS, 2))),
+    "parts of logits": (MODEL, 2 * VOCABULARY, ((ONE, 2), (EIGHT, 1))),
+    "ponder": (
+        UNIVERSAL,
+        loss.MOST_LOGITS,
+        ((ONE, 4), (config.Mesh(data=2, fsdp=2), 2)),
+    ),
+}
+SLOW = "meshes", "ponder"
 
 
 @pytest.mark.always
 @pytest.mark.parametrize(
-    ("model", "largest", "splits"),
-    [
-        (MODEL, loss.MOST_LOGITS, SPLITS),
-        (MODEL, 2 * VOCABULARY, SPLITS[1:5:2]),
-        (UNIVERSAL, loss.MOST_LOGITS, ((ONE, 4), (config.Mesh(data=2, fsdp=2), 2))),
-    ],
-    ids=("whole", "chunks", "ponder"),
+    "case",
+    [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in CASES],
 )
-def test_any_split_of_a_batch_gives_one_gradient(
-    model, largest, splits, float64, monkeypatch
-):
+def test_any_split_of_a_batch_gives_one_gradient(case, float64, monkeypatch):
+    model, largest, splits = CASES[case]
     monkeypatch.setattr(loss, "MOST_LOGITS", largest)
     for mesh, accumulate in splits:
         *found, program, params = stepped(model, mesh, accumulate, UNEVEN)

@@ -91,18 +91,6 @@ def result(like: Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
-def in_parts(x: Float[Array, "_ _"], count: int) -> list[Array]:
-    """Return bfloat16 arrays, the largest first, whose sum is near a float32 array.
-
-    Each has 8 of the 24 bits of a number, so the sum of three is exact.
-    """
-    parts = []
-    for _ in range(count):
-        parts.append(x.astype(jnp.bfloat16))
-        x -= parts[-1].astype(x.dtype)
-    return parts
-
-
 def round_up(size: int, unit: int = TILE) -> int:
     """Round up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from symjax.attention.core.bfloat16_parts import in_parts
 from symjax.attention.kernels.gpu import gated, gated_channels
 from symjax.attention.kernels.gpu.chunks import (
     CHUNK,
@@ -56,7 +57,6 @@ from symjax.attention.kernels.gpu.chunks import (
 )
 from symjax.attention.kernels.gpu.delta_gradients import gradients
 from symjax.attention.kernels.gpu.gated_channels import LEVELS
-from symjax.attention.kernels.operands import in_parts
 
 # Columns of the state in a program of a state pass: few, so that there are enough
 # programs.

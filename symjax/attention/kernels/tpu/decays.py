@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from symjax.attention.kernels.operands import in_parts
+from symjax.attention.core.bfloat16_parts import in_parts
 from symjax.attention.kernels.tpu.chunks import ChunkPlan
 from symjax.attention.kernels.tpu.packed_heads import in_lanes, own
 from symjax.attention.kernels.tpu.tiles import ACROSS, LANES, PLAIN, column, product

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Shaped
 
-from symjax.attention.kernels.operands import in_parts
+from symjax.attention.core.bfloat16_parts import in_parts
 
 LANES = 128
 MOST_RESIDENT = 2**24  # most bytes of a block in VMEM, which holds two such buffers

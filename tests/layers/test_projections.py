@@ -160,7 +160,7 @@ def test_keys_may_begin_as_the_queries_do():
         ({"lambda_initial": 1.0, "differential": "v1"}, "to below 1, got 1.0"),
         (
             {"lambda_initial": 0.5, "differential": "v1", "depth_offset": 1},
-            "depth_offset 1 is of a λ_init by depth",
+            "depth_offset 1 changes a λ_init by depth",
         ),
         (
             {"symmetric": "plain", "symmetric_initial": True},

@@ -9,7 +9,7 @@ Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query leng
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """
 
-from symjax.attention.causal_function import (
+from symjax.attention.causal_matrix_function import (
     matrix_function_causal,
     matrix_function_state,
     matrix_function_step,

@@ -88,7 +88,7 @@ class DeltaRule:
 
     def schedule(self) -> Schedule:
         # `effect` costs as much as `advance`, and its transitions are matrices [H H].
-        return Schedule(on_one_gpu_only=True)
+        return Schedule(parallel_on_one_gpu_only=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -198,7 +198,8 @@ def delta_causal(
 
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
-    output. With keys within 1e-2 of one direction that of bfloat16 kernels is 3e-2.
+    output. With keys within 1e-2 of one direction the error of bfloat16 kernels is 3e-2
+    of it.
 
     Args:
         beta: the share of the value at a key that is replaced.

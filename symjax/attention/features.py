@@ -230,7 +230,7 @@ UNIT = Features(
     _one_and_unit,
     pairs=_unit_pairs,
     signed=True,
-    nonnegative=lambda size: 1,
+    nonnegative_count=lambda size: 1,
     centred=_centred,
     bounded=True,
 )
@@ -241,9 +241,9 @@ PLAIN = {
     "relu": plain(jax.nn.relu, elementwise=True),
     "relu2": plain(_relu2, elementwise=True),
     "squared": plain(
-        _squared, pairs=_squared_pairs, signed=True, nonnegative=lambda size: size
+        _squared, pairs=_squared_pairs, signed=True, nonnegative_count=lambda size: size
     ),
     "taylor": plain(
-        _taylor, pairs=_taylor_pairs, signed=True, nonnegative=lambda size: 1
+        _taylor, pairs=_taylor_pairs, signed=True, nonnegative_count=lambda size: 1
     ),
 }

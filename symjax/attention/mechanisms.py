@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from symjax.attention.causal_function import (
+from symjax.attention.causal_matrix_function import (
     matrix_function_causal,
     matrix_function_state,
     matrix_function_step,

@@ -13,7 +13,7 @@ state.
 
 The recurrence is in `symjax.attention.recurrent.ridge`. With keys equal to queries, the
 values minus the output are a causal function of QQᵀ, the resolvent
-(`symjax.attention.causal_function`).
+(`symjax.attention.causal_matrix_function`).
 """
 
 from typing import Any

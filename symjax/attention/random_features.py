@@ -3,7 +3,8 @@
 With M random rows w of a projection W and x' = x √scale, random features estimate
 exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a factor that
 depends on the query alone. This factor cancels in the division by the denominator. For
-positive features it is M exp(|q'|²/2). The maps `relu` and `slay` estimate other
+positive features it is M exp(|q'|²/2), because their queries leave out the factor
+exp(−|q'|²/2). The maps `relu` and `slay` estimate other
 functions. `RANDOM_FEATURES` has the feature maps by name.
 
 Most features are exponentials. `LogFeatures` has the exponents of features, from which
@@ -122,7 +123,9 @@ def _estimating(
         return features(_project(x, random)).times_exp(norm)
 
     signed = sign > 0
-    return Features(query, key, signed=signed, exponential=exponential, exponents=True)
+    return Features(
+        query, key, signed=signed, exponential=exponential, has_exponents=True
+    )
 
 
 def _exponential(projected: Array) -> LogFeatures:

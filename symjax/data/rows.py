@@ -1,4 +1,7 @@
-"""Rows of generated tasks and of padded texts: tokens, and a target at each place."""
+"""Rows of generated tasks and of padded texts: tokens, and a target at each place.
+
+Rows of packed text are in `batches.py`.
+"""
 
 import numpy as np
 

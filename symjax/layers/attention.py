@@ -40,7 +40,7 @@ from symjax.layers.validate import can_have_head_norm
 RULES = (
     ("attention/lambda_projection/kernel", P("fsdp", "tensor")),
     ("attention/lambda_*", P(None)),
-    ("attention/metric", P("tensor", None, None)),
+    ("attention/metric", P("tensor", None, None)),  # U of `symmetric` pairwise
 )
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 # Values of model.attention.symmetric → the projections of a layer.

@@ -159,7 +159,7 @@ class Block(nnx.Module):
         Args:
             position: number of tokens that each example has read.
             padding_mask: True for tokens, False for padding, which comes after them in
-                the row. By default there is no padding.
+                the row (`generate` moves it there). By default there is no padding.
         """
         normed = self.attention_norm(x)
         y, cache = self.attention.decode(normed, cache, position, padding_mask)

@@ -151,7 +151,7 @@ class Mixer:
         Args:
             position: number of tokens that each example has read.
             padding_mask: True for tokens, False for padding, which comes after them in
-                the row. By default there is no padding.
+                the row (`generate` moves it there). By default there is no padding.
             keys_of: with `keys_from_values`, the function from cached values to keys.
         Raises:
             ValueError: more tokens than fit the cache.

@@ -76,8 +76,8 @@ def run(options: config.Config, workdir: epath.Path, allow: Sequence[str] = ()) 
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
         lock = locked(workdir)
-        # Process 0 enters first and makes the folder. The process that makes it removes
-        # it at the end if it is empty, so this is process 0 too.
+        # Process 0 enters first, so it makes the folder. At the end it also removes the
+        # folder if that is empty.
         process_zero_first(lambda: stack.enter_context(lock))
         train(options, workdir, allow, interrupts, stack)
 

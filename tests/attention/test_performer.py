@@ -130,7 +130,7 @@ def scaled(scale, length=256, heads=1, seed=0):
 
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 def test_float32_is_exact_at_any_scale(scale):
-    """Others fail at scale 2: their exponents contain |x|²/2, and then ε dominates."""
+    """Implementations that add an ε to features fail at scale 2, where it dominates."""
     arrays = scaled(scale)
     single = [x.astype(np.float32) for x in arrays]
     error = run(WIDE_CAUSAL, *single) - WIDE.oracle(*arrays, causal=True)
@@ -232,7 +232,7 @@ def test_the_denominator_is_at_least_one(scale):
     random = FeatureParameters(jnp.asarray(WIDE_ROWS), jnp.asarray(0.125))
     maps, how = (
         RANDOM_FEATURES["positive"],
-        Arithmetic(einsum, signed=False, nonnegative=0),
+        Arithmetic(einsum, signed=False, nonnegative_count=0),
     )
 
     @jax.jit

@@ -76,7 +76,7 @@ CASES = {
         (Q, VALUE, np.exp),
         lambda heads: A.matrix_function(*heads(Q, VALUE), "exp"),
     ),
-    "causal_function": (
+    "causal_matrix_function": (
         (Q, VALUE, np.exp, 0.1),
         lambda heads: A.matrix_function_causal(*heads(Q, VALUE), "exp", scale=0.1),
     ),

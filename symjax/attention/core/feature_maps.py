@@ -84,13 +84,14 @@ class Features(NamedTuple):
             the number by which `Normalised.prepare` has divided φ(q). None: weights are
             sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative: for features that change sign although no pair has a negative
-            weight; else None. A function H → n: the first n features of a key are never
+        nonnegative_count: a function H → n: the first n features of a key are never
             negative. n is H for "squared" (the squares), and 1 for "taylor" and cosine
-            (the number 1). The terms of a denominator may cancel to less than their
-            rounding errors. So `recurrent.cancellation` reads the state relative to a
-            mean of the values. The weight of a value in this mean is the sum of the
-            first n features of its key.
+            (the number 1). Set it if features change sign but the weights of pairs do
+            not; otherwise it is None. The sum of a denominator may be smaller than its
+            rounding error, which would make numerator / denominator arbitrary. So
+            `recurrent.cancellation` reads the state relative to a mean of the values.
+            The weight of a value in this mean is the sum of the first n features of its
+            key.
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In
@@ -104,19 +105,19 @@ class Features(NamedTuple):
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
             (1, −1) if the features of −w follow. Features of a key are also multiplied
             by exp(−scale |x|²/2). Empty for other features.
-        exponents: whether features have an exponent, so that rows may underflow.
+        has_exponents: whether features have an exponent, so that rows may underflow.
     """
 
     query: Callable[[Array, Any], LogFeatures]
     key: Callable[[Array, Any], LogFeatures]
     pairs: Callable[[Callable, LogFeatures, LogFeatures, Any], Array] | None = None
     signed: bool = False
-    nonnegative: Callable[[int], int] | None = None
+    nonnegative_count: Callable[[int], int] | None = None
     centred: Callable[[LogFeatures, LogFeatures], tuple] | None = None
     bounded: bool = False
     elementwise: bool = False
     exponential: tuple[int, ...] = ()
-    exponents: bool = False
+    has_exponents: bool = False
 
 
 class FeatureParameters(NamedTuple):

@@ -14,12 +14,16 @@ from symjax.attention.core.visibility import Visibility
 
 
 class Tokens(NamedTuple):
-    """Arrays of one call of a recurrence, as the caller passed them."""
+    """Arrays of one call of a recurrence, as the caller passed them.
+
+    `operands` are the arrays besides query, key and value, for instance log-decays. The
+    class `Operands` has all arrays of a call of a score mechanism.
+    """
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
     value: Float[Array, "B S K V"]
-    operands: tuple[Any, ...] = ()  # more arrays with one entry per token, [#B #T K …]
+    operands: tuple[Any, ...] = ()  # one entry per token, [#B #T K …]
     mask: Bool[Array, "#B 1 1 #S"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
 

@@ -11,7 +11,7 @@ that passes all of these tests computes the call:
    mesh, or without a mesh all processes together, must have one device, or the call is
    inside `jax.shard_map`. On a mesh of several devices, layers call mechanisms inside
    `jax.shard_map` (`symjax.layers.sharded`).
-3. The call has at least 128 query rows.
+3. The call has at least 128 query rows. For recurrences this is a part of test 4.
 4. The kernel supports the arguments: its `refusal` returns None.
 
 If no kernel passes, XLA computes the call by its fallback:
@@ -24,8 +24,8 @@ So causal softmax of 4,096 tokens in bfloat16, without a window, runs
 
 - on a CPU in `scores.rows`, since no kernel is for a CPU;
 - on a TPU in `tpu.attention.TpuSoftmax`;
-- on an H100 in `gpu.cudnn.CudnnSoftmax`. Differential attention V1 with keys of 64 and
-  values of 128 runs there in `gpu.differential.GpuDifferential`.
+- on an H100 in `gpu.cudnn.CudnnSoftmax`. With jax 0.11 or later differential attention
+  V1 with keys of 64 and values of 128 runs there in `gpu.differential.GpuDifferential`.
 
 These calls use no kernel, and nothing is chosen here:
 

@@ -106,7 +106,8 @@ def _read_centred(
 ) -> RowSums:
     """Return the sums of rows that see all keys, by `Features.centred`.
 
-    Rows whose mean weight is below the rounding error of 1 get a denominator of 0.
+    A row gets a denominator of 0 if its mean weight per visible key is below the
+    rounding error of 1: then it is only rounding error.
     """
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)

@@ -17,7 +17,7 @@ from symjax.attention.core.selection import where
 
 def read_around_mean(
     product: Callable[..., Array],
-    nonnegative: int,
+    nonnegative_count: int,
     sums: Float[Array, "B K M V"],
     total: Float[Array, "B K M"],
     row: Float[Array, "B K G T M"],
@@ -31,8 +31,8 @@ def read_around_mean(
         row · sums = row · (sums − total meanᵀ) + denominator · mean
 
     The mean is a weighted mean of the values. The weight of a value is the sum of the
-    first `nonnegative` features of its key. A rounding error of the denominator is then
-    in numerator and denominator alike, and cancels in the ratio.
+    first `nonnegative_count` features of its key. A rounding error of the denominator
+    is then in numerator and denominator alike, and cancels in the ratio.
 
     - Entries of sums − total meanᵀ below the rounding error of total meanᵀ become 0. So
       if all values are equal, the ratio is this value.
@@ -41,14 +41,14 @@ def read_around_mean(
 
     Args:
         product: an einsum.
-        nonnegative: number of first features of a key that are never negative.
+        nonnegative_count: number of first features of a key that are never negative.
         sums, total: Σ φ(k) vᵀ and Σ φ(k) over the keys of the state.
         row: features of the queries.
         denominator: row · total.
         magnitude: Σ |terms| of the denominator, or a bound of it.
     """
-    weight = total[..., :nonnegative].sum(axis=-1)
-    mean = sums[..., :nonnegative, :].sum(axis=-2)
+    weight = total[..., :nonnegative_count].sum(axis=-1)
+    mean = sums[..., :nonnegative_count, :].sum(axis=-2)
     tiny = float(jnp.finfo(weight.dtype).tiny)
     mean = mean / where(weight < tiny, tiny, weight)[..., None]
     constant_mean = jax.lax.stop_gradient(mean)

@@ -227,10 +227,11 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Return the state that the first rows of a chunk read, and what remains after it.
+    """Return a state for the first rows of a chunk, and one for its last tokens.
 
-    A state sums the tokens of one segment. The results also say which rows read the
-    state before the chunk, and which tokens are in the state after it.
+    A state sums the tokens of one segment. The first rows of the chunk read `before`,
+    and its last tokens are added to `carried`. The other results say which rows and
+    which tokens these are.
 
     Args:
         state: the state after the token before the chunk.

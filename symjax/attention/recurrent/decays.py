@@ -134,8 +134,10 @@ def chunk_decays(
         since, until, scores = form(query, key, log_decay, product)
         return ChunkDecays(since, until, since[:, :, -1], scores)
     shared = shared.astype(key.dtype)
+    # With a shared decay only tokens that pad the end are hidden, so positions count
+    # visible tokens.
     time = jnp.arange(key.shape[2])[None, :, None]
-    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]; only padding is hidden
+    between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]
     weights = where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
     scores = product("bkgth,bksh->bkgts", query, key) * weights[None, :, None]
     since = _times(shared[:, None], time + 1)[None]

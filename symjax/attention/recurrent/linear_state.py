@@ -68,14 +68,14 @@ class Arithmetic(NamedTuple):
     Attributes:
         product: an einsum, more precise if terms may cancel.
         signed: whether terms may cancel.
-        nonnegative: n, if `read_around_mean` reads the state; else 0. The first n
-            features of a key are never negative.
+        nonnegative_count: the n of `Features.nonnegative_count`, or 0. If it is not 0,
+            `read_around_mean` reads the state.
         bounded: as in `Features`.
     """
 
     product: Callable[..., Array]
     signed: bool
-    nonnegative: int
+    nonnegative_count: int
     bounded: bool = False
 
 
@@ -197,10 +197,10 @@ def sums_from_weights(
         magnitude = arithmetic.product(
             "bkgtm,bkm->bkgt", *map(_magnitude, (row, state.total))
         )
-    if arithmetic.nonnegative:
+    if arithmetic.nonnegative_count:
         numerator, denominator = read_around_mean(
             arithmetic.product,
-            arithmetic.nonnegative,
+            arithmetic.nonnegative_count,
             *state[:2],
             row,
             denominator,
@@ -212,7 +212,7 @@ def sums_from_weights(
     if scores is not None:
         numerator = numerator + arithmetic.product("bkgts,bksv->bkgtv", scores, value)
         denominator = denominator + scores.sum(axis=-1)
-        if arithmetic.signed and not arithmetic.nonnegative:
+        if arithmetic.signed and not arithmetic.nonnegative_count:
             magnitude = magnitude + _magnitude(scores).sum(axis=-1)
         else:  # no pair has a negative weight
             magnitude = denominator
@@ -227,8 +227,8 @@ def _magnitude(x: Array) -> Array:
 def divide(rows: RowSums) -> Float[Array, "*rows V"]:
     """Return numerator / denominator, and 0 if the denominator is only rounding error.
 
-    Numerator and denominator are first divided by the denominator as a constant, since
-    the gradient of a plain quotient has denominator², which may underflow.
+    Both are first divided by the value of the denominator, which is a constant to the
+    gradient. The gradient of a plain quotient has denominator², which may underflow.
     """
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, magnitude = jax.lax.stop_gradient((rows.denominator, rows.magnitude))

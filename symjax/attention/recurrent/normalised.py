@@ -113,7 +113,7 @@ class Normalised:
     exact: bool = False
 
     def schedule(self) -> Schedule:
-        return Schedule(on_one_gpu_only=self.features.exponents)
+        return Schedule(parallel_on_one_gpu_only=self.features.has_exponents)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
@@ -198,9 +198,9 @@ class Normalised:
         return FeatureChunk(chunk, query, divisor, key, chunk.value.astype(dtype))
 
     def arithmetic(self, chunk: Chunk) -> Arithmetic:
-        signed, nonnegative = self.features.signed, self.features.nonnegative
+        signed, count_of = self.features.signed, self.features.nonnegative_count
         product = products(*chunk[:3], cancel=signed)
-        count = nonnegative(chunk.key.shape[-1]) if nonnegative else 0
+        count = count_of(chunk.key.shape[-1]) if count_of else 0
         return Arithmetic(product, signed, count, self.features.bounded)
 
     def row_sums(
@@ -289,10 +289,10 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    The division is inside of `recompute_underflow`, because the gradient of a division
-    needs the sums. `scan` saves no sums of a chunk. After a division outside, the
-    backward pass would run the `jax.lax.cond` of `recompute_underflow` once more to get
-    them.
+    Rows are divided here and not after `recompute_underflow`. The gradient of a
+    division needs the sums, which `scan` does not save, so the backward pass computes
+    them again. If they were a result of `recompute_underflow`, it would run the
+    `jax.lax.cond` again to get them.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

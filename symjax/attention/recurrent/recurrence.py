@@ -87,10 +87,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        on_one_gpu_only: run chunks in parallel only if a single GPU computes the call.
-            There the chunks become further examples of the batch. TPUs and several GPUs
-            then run one chunk after the other; they could run chunks in parallel only
-            by `jax.vmap`. Reasons to set it:
+        parallel_on_one_gpu_only: run chunks in parallel only if a single GPU computes
+            the call, where they become further examples of the batch. TPUs and several
+            GPUs could run chunks in parallel only by `jax.vmap`, so they run one chunk
+            after the other. Reasons to set it:
 
             - `advance` has a branch that depends on data. `jax.vmap` would compute both
               sides of the branch.
@@ -100,7 +100,7 @@ class Schedule(NamedTuple):
     """
 
     parallel_chunks: bool = True
-    on_one_gpu_only: bool = False
+    parallel_on_one_gpu_only: bool = False
 
 
 class Recurrence(ChunkwiseForm, Protocol):

@@ -149,7 +149,9 @@ def run_on_accelerators(
     arrays = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
     one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()
-    if not schedule.parallel_chunks or (schedule.on_one_gpu_only and not one_gpu):
+    if not schedule.parallel_chunks or (
+        schedule.parallel_on_one_gpu_only and not one_gpu
+    ):
         return scan(partial(run_as_one_chunk, recurrence), size, *arrays)
     batch, _, heads, _ = span.query.shape
     parallel = (

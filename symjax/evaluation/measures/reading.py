@@ -160,10 +160,10 @@ def mean_by_keys(
 ) -> tuple[Int[np.ndarray, " n"], list[Float[np.ndarray, " n"]]]:
     """Return numbers of keys, and the mean of a measure at each number, by layer.
 
-    In a decoder the number of keys of a row is its position, counted from 1, even if a
-    window or `mask_self` hides some of these keys. All rows of an encoder see the same
-    keys, so its windows are read several times: cut to their first 1, 2, 4, … tokens,
-    and whole. Images are only read whole.
+    In a decoder the number of keys of a row is its position, counted from 1, even if
+    `model.attention.window` or `mask_self` hides some of these keys. All rows of an
+    encoder see the same keys, so its held-out texts are read several times: cut to
+    their first 1, 2, 4, … tokens, and whole. Images are only read whole.
 
     Args:
         measure: returns an array [T] with a number for each row.

@@ -117,7 +117,8 @@ def visible_pairs(
     """Return the pairs (query, key) of `count` tokens that attention may use.
 
     Args:
-        window: only keys less than `window` positions away; None or 0: all.
+        window: as `model.attention.window`, only keys less than so many positions away;
+            None or 0: all.
         mask_self: hide the key of a query from it, unless it sees no other key.
     """
     positions = np.arange(count)

@@ -207,7 +207,7 @@ def test_extremes_are_as_in_the_scan(form, scale, shift, size):
 
 def test_a_row_that_lost_its_keys_is_not_divided():
     given = jnp.array([0, 1e-39, 1e-21, np.nan, 2])
-    found = np.asarray(FeatureForm(exponents=True).inverse(given))
+    found = np.asarray(FeatureForm(has_exponents=True).inverse(given))
     same(found, [0, 0, 0, np.nan, 0.5])
 
 
@@ -216,7 +216,9 @@ def test_no_weight_of_a_query_is_above_1():
     x, highest = np.random.default_rng(0).normal(size=(2, 300, 40)).astype(np.float32)
     x, highest = x * 1e9, highest[:1] * 1e9
     shift = (x + highest).max(axis=1, keepdims=True)
-    weights = np.asarray(FeatureForm(exponents=True).query_weights(x, highest, shift))
+    weights = np.asarray(
+        FeatureForm(has_exponents=True).query_weights(x, highest, shift)
+    )
     same(weights.max(axis=1), np.ones(300))
 
 

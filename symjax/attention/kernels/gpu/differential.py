@@ -34,10 +34,11 @@ from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
 
 HEAD, VALUE = 64, 128  # sizes of keys and values that the kernels support
-OFFSET = 64  # causal calls need no intervals if S − T is a multiple of this
-# Least and largest scale. Kernels multiply all scores by the scale, also that of hidden
-# keys, −2¹⁰⁰. A smaller scale would move it too near to visible scores, and a larger
-# one could make it overflow.
+# Causal calls need no `RowIntervals` if S − T is a multiple of this.
+OFFSET = 64
+# Least and largest scale. Hidden keys have the score −2¹⁰⁰, which kernels multiply by
+# the scale like all other scores. A smaller scale would move it too near to visible
+# scores, and a larger one could make it overflow.
 SCALES = 2.0**-60, 2.0**20
 
 

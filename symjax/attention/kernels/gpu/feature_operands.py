@@ -123,14 +123,14 @@ class FeatureForm(NamedTuple):
     """Form of the arrays that kernels get for queries and keys.
 
     Attributes:
-        exponents: whether the arrays are exponents of features.
+        has_exponents: whether the arrays are exponents of features.
         features: an elementwise map by which kernels compute features from the arrays;
             None if the arrays are features or exponents.
         bounded: whether features are at most 1 and may change sign. The denominator of
             a row then is its mean weight.
     """
 
-    exponents: bool
+    has_exponents: bool
     features: Features | None = None
     interpret: Any = False
     bounded: bool = False
@@ -138,7 +138,7 @@ class FeatureForm(NamedTuple):
     @property
     def nothing(self) -> float:
         """The exponent, or the feature, of a key with weight 0."""
-        return -jnp.inf if self.exponents else 0.0
+        return -jnp.inf if self.has_exponents else 0.0
 
     def features_of(self, x: Array) -> Array:
         """Return the features of an array that has no exponents."""
@@ -156,12 +156,12 @@ class FeatureForm(NamedTuple):
         """
         # In this order of operations the largest weight is exactly 1, since the shift
         # is a sum x + highest.
-        if self.exponents:
+        if self.has_exponents:
             return jnp.exp((x + highest) - shift)
         return self.features_of(x) / shift
 
     def key_weights(self, x: Array, highest: Array) -> Array:
-        return jnp.exp(x - highest) if self.exponents else self.features_of(x)
+        return jnp.exp(x - highest) if self.has_exponents else self.features_of(x)
 
     def query_gradient(
         self, change: Array, x: Array, row: Array, inverse: Array, shift: Array
@@ -173,14 +173,14 @@ class FeatureForm(NamedTuple):
             row: the query's weights / denominator.
             inverse: 1 / denominator.
         """
-        if self.exponents:
+        if self.has_exponents:
             return change * row
         # Small factors are multiplied by large ones first, which avoids underflow.
         return change * inverse * self._slope(x) / shift
 
     def key_gradient(self, change: Array, x: Array, weights: Array) -> Array:
         """Return the gradient of x by `change`, the gradient of the key's weights."""
-        return change * (weights if self.exponents else self._slope(x))
+        return change * (weights if self.has_exponents else self._slope(x))
 
     def _slope(self, x: Array) -> Array:
         return jax.jvp(self.features_of, (x,), (jnp.ones_like(x),))[1]
@@ -191,10 +191,10 @@ class FeatureForm(NamedTuple):
         Such a row sees no key, or its weights underflow. The weights of bounded
         features may also cancel.
         """
-        least = UNDERFLOW if self.exponents else jnp.finfo(jnp.float32).tiny
+        least = UNDERFLOW if self.has_exponents else jnp.finfo(jnp.float32).tiny
         least = ROUNDING if self.bounded else least
         return jnp.where(denominator < least, 0.0, 1 / denominator)
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:
         """Return the largest of x along an axis and of `so_far`, for exponents."""
-        return jnp.maximum(so_far, x.max(axis=axis)) if self.exponents else so_far
+        return jnp.maximum(so_far, x.max(axis=axis)) if self.has_exponents else so_far

@@ -181,7 +181,7 @@ def _first_shift(form, query, block: int) -> Float[Array, " CHUNK"]:
     output. Without it products of features would overflow or underflow long before the
     features do.
     """
-    if form.exponents:
+    if form.has_exponents:
         return jnp.full((CHUNK,), -jnp.inf, jnp.float32)
     if form.bounded:
         return jnp.ones((CHUNK,), jnp.float32)

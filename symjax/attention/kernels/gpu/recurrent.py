@@ -179,7 +179,7 @@ def _feature_operands(
         of_query = LogFeatures(mean_weights(of_query.amplitude, ids), None)
     form = FeatureForm(of_key.exponent is not None, None, interpret, maps.bounded)
     query, key = (
-        pad_features(x.exponent if form.exponents else x.amplitude, form.nothing)
+        pad_features(x.exponent if form.has_exponents else x.amplitude, form.nothing)
         for x in (of_query, of_key)
     )
     return form, ids, query, key, value

@@ -11,7 +11,7 @@ import pytest
 from laws import CHUNK, SEGMENTS, B, H, K, N, T, V, close, hiding, same
 from split_time import check_split_time
 
-from symjax.attention.causal_function import (
+from symjax.attention.causal_matrix_function import (
     matrix_function_causal,
     matrix_function_state,
     matrix_function_step,

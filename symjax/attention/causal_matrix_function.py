@@ -83,10 +83,11 @@ def matrix_function_causal(
         scale: c, above 0, the same for all tokens. For texts of at most n tokens,
             1 / (n √H) keeps the eigenvalues at or below the largest |q|²/√H, as the
             default of `matrix_function` does. c cannot fall with the number of tokens
-            read: (I − αcM)⁻¹ would change in all directions at every token.
+            read: then not only M would change at a token, but also the factor of all
+            earlier tokens, and the update of (I − αcM)⁻¹ would not have rank one.
         log_decay: at most 0, [N] or [B or 1, T or 1, N]: M and S are multiplied by
-            exp(log_decay) before a token is added. Resolvents have no decay, since
-            (I − αcM)⁻¹ would again change in all directions. normalise "l2" cannot be
+            exp(log_decay) before a token is added. Resolvents have no decay, for
+            the same reason. normalise "l2" cannot be
             combined with a decay.
         mask: True = attend; it may only hide keys.
         state: from `matrix_function_state`, `matrix_function_step` or an earlier call
@@ -98,9 +99,8 @@ def matrix_function_causal(
             that is no resolvent; log_decay with a resolvent or with normalise "l2"; a
             mask that hides pairs; a state of other sizes; `state` or `return_state`
             together with axis_name.
-    Source: this library. The values minus the output of the resolvent with α < 0 are
-        the Mesa layer (von Oswald et al. 2025, arXiv:2506.05233) with keys equal to
-        queries.
+    Source: this library. v − output, of the resolvent with α < 0, is the output of the
+        Mesa layer (von Oswald et al. 2025, arXiv:2506.05233) with K = Q.
     """
     who = "matrix_function_causal"
     _check(who, query, value, scale)

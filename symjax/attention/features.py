@@ -45,7 +45,7 @@ def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
 
 def _elu_plus_one(x: Array) -> Array:
     """Return elu(x) + 1, and eˣ for negative x: (eˣ − 1) + 1 would be 0 below −17."""
-    return where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    return where(x > 0, x + 1, jnp.exp(where(x > 0, 0, x)))
 
 
 def _relu2(x: Array) -> Array:
@@ -236,10 +236,10 @@ UNIT = Features(
 )
 # Values of model.attention.features for the mechanism "linear".
 PLAIN = {
-    "elu": plain(_elu_plus_one, elementwise=True),
+    "elu": plain(_elu_plus_one, elementwise=True, in_kernels=True),
     "identity": IDENTITY,
-    "relu": plain(jax.nn.relu, elementwise=True),
-    "relu2": plain(_relu2, elementwise=True),
+    "relu": plain(jax.nn.relu, elementwise=True, in_kernels=True),
+    "relu2": plain(_relu2, elementwise=True, in_kernels=True),
     "squared": plain(
         _squared, pairs=_squared_pairs, signed=True, nonnegative_count=lambda size: size
     ),

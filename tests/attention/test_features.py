@@ -133,3 +133,9 @@ def test_learned_features_equal_their_definition():
         hedgehog(arrays[0], np.zeros((4, 3, 7)))
     with pytest.raises(ValueError, match=r"t2r.*\(4, 5, 7\).*\(7,\)"):
         t2r(*arrays[:2], np.zeros(7))
+
+
+def test_the_gradient_of_elu_plus_one_is_one_at_zero():
+    gradient = jax.grad(lambda x: PLAIN["elu"].key(x, None).amplitude)
+    assert [float(gradient(x)) for x in (-0.0, 0.0, 2.0)] == [1.0, 1.0, 1.0]
+    assert float(gradient(-1.0)) == pytest.approx(np.exp(-1), rel=1e-6)

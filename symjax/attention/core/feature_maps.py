@@ -100,8 +100,12 @@ class Features(NamedTuple):
             at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
             sum to at most 2. GPU kernels take such maps even if features change sign.
         elementwise: whether each feature is a function of one channel and is never
-            negative. NVIDIA kernels compute such features if the head size is 16, 32 or
-            a multiple of 64.
+            negative.
+        in_kernels: whether kernels may compute elementwise features; otherwise XLA
+            computes them before the kernel. The map is then one function of queries and
+            keys, for blocks of any shape, made of comparisons, exponentials and
+            arithmetic: kernels for TPUs have no expm1 and no erf. NVIDIA kernels
+            compute features only if the head size is 16, 32 or a multiple of 64.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
             (1, −1) if the features of −w follow. Features of a key are also multiplied
             by exp(−scale |x|²/2). Empty for other features.
@@ -116,6 +120,7 @@ class Features(NamedTuple):
     centred: Callable[[LogFeatures, LogFeatures], tuple] | None = None
     bounded: bool = False
     elementwise: bool = False
+    in_kernels: bool = False
     exponential: tuple[int, ...] = ()
     has_exponents: bool = False
 

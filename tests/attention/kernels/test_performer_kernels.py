@@ -18,7 +18,7 @@ from laws import close, same
 from symjax.attention import linear_causal, performer_causal
 from symjax.attention.core.feature_maps import FeatureParameters
 from symjax.attention.core.operands import Tokens
-from symjax.attention.features import IDENTITY, PLAIN
+from symjax.attention.features import IDENTITY, PLAIN, plain
 from symjax.attention.kernels import dispatch
 from symjax.attention.kernels.tpu.recurrent import TpuFeatures
 from symjax.attention.random_features import RANDOM_FEATURES
@@ -77,7 +77,9 @@ def definition(sizes, query, key, value, **seen):
     return oracles.weighted_mean(logarithms, signs, value, pairs, jnp)
 
 
+ODD_LINEAR = "linear, odd sizes, both"
 LOST = "rows are lost, both"
+ALWAYS = ODD_LINEAR, LOST
 CASES = {
     "two heads in a tile": (TWO_IN_A_TILE, 1, (), 1e-5),
     "four heads in a tile, a mask": (FOUR_IN_A_TILE, 1, ("mask",), 1e-5),
@@ -85,7 +87,7 @@ CASES = {
     "a head of a tile, both": (WIDE, 1, ("mask", "segment_ids"), 1e-5),
     "linear": (ELU, 1, (), 1e-5),
     "linear, a mask": (ELU, 1, ("mask",), 1e-5),
-    "linear, odd sizes, both": (ODD_ELU, 1, ("mask", "segment_ids"), 1e-5),
+    ODD_LINEAR: (ODD_ELU, 1, ("mask", "segment_ids"), 1e-5),
     "relu², odd sizes, both": (RELU2, 1, ("mask", "segment_ids"), 1e-5),
     "rows are lost": (TWO_IN_A_TILE, 8, (), 3e-5),
     LOST: (ODD, 8, ("mask", "segment_ids"), 3e-5),
@@ -94,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=[pytest.mark.always] if x == LOST else []) for x in CASES],
+    [pytest.param(x, marks=[pytest.mark.always] if x in ALWAYS else []) for x in CASES],
 )
 def test_it_equals_the_definition(case):
     """At scale 8 exponents reach hundreds, and rows underflow in float32."""
@@ -139,6 +141,41 @@ def test_bfloat16_products_cost_what_rounded_inputs_do(sizes, scale):
     form, exact = partial(kernel, sizes), partial(definition, sizes)
     graded = partial(differentiated, given=[x[:1] for x in arrays(sizes, scale)])
     laws.bfloat16_products_cost_what_rounded_inputs_do(graded, form, exact)
+
+
+@pytest.mark.parametrize(
+    "name, scale", [("relu", 1e-20), ("elu", 1e18), ("relu", 1e18)]
+)
+def test_features_may_be_tiny_and_huge(name, scale):
+    sizes = Sizes(128, 64, 64, 0, name)
+    given = [x.astype(np.float32) for x in arrays(sizes)]
+    given = [given[0] * np.float32(scale), given[1] * np.float32(scale), given[2]]
+    found, wanted = (
+        differentiated(partial(form, sizes), given) for form in (kernel, definition)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert np.isfinite(one).all() and np.abs(other).max() > 0
+        close(one, other, 1e-5)
+
+
+OWN = {
+    "it reads the head size": lambda x: jnp.exp(x * x.shape[-1] ** -0.5),
+    "two features a channel": lambda x: jnp.concatenate(
+        [jax.nn.relu(x), jax.nn.relu(-x)], axis=-1
+    ),
+    "no kernel has its operations": lambda x: jax.nn.elu(x) + 1,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_xla_computes_elementwise_features_that_kernels_may_not(name, monkeypatch):
+    monkeypatch.setitem(PLAIN, name, plain(OWN[name], elementwise=True))
+    sizes = Sizes(150, 40, 24, 0, name)
+    seen, given = seen_by(sizes.length, "mask", "segment_ids"), arrays(sizes)
+    wanted = differentiated(partial(definition, sizes, **seen), given, np.float64)
+    found = differentiated(partial(kernel, sizes, **seen), given)
+    for one, exact in zip(found, wanted, strict=True):
+        close(one, exact, 1e-5)
 
 
 def test_a_learned_projection_gets_the_gradient_of_the_scan():

@@ -170,7 +170,7 @@ def _feature_operands(
 ) -> tuple[FeatureForm, SegmentNumbers, Array, Array, Array]:
     """Return the arguments of `_attend_features`."""
     query, key, value, ids = SegmentNumbers.of(tokens)
-    if maps.elementwise and query.shape[3] == padded_feature_count(query.shape[3]):
+    if maps.in_kernels and query.shape[3] == padded_feature_count(query.shape[3]):
         return FeatureForm(False, maps, interpret), ids, query, key, value
     query, key = (x.astype(jnp.float32) for x in (query, key))
     of_query = maps.query(query, parameters)

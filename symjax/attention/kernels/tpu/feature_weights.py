@@ -56,17 +56,19 @@ class ElementwiseMaps(NamedTuple):
     """Elementwise feature maps of queries and keys, for the heads of a call.
 
     Attributes:
-        features: the maps.
-        size: H, the channels of a head without those that pad it.
+        features: the maps; None if queries and keys are features already.
+        size: the channels of a head without those that pad it.
     """
 
-    features: Features
+    features: Features | None
     size: int
 
     def __call__(
         self, plan: ChunkPlan, query: Float[Array, "c P*H"], key: Float[Array, "c P*H"]
     ) -> list[Float[Array, "c P*H"]]:
         """Return the features of queries and of keys, 0 in channels that pad a head."""
+        if self.features is None:
+            return [query, key]
         query = self.features.query(query, None).amplitude
         key = self.features.key(key, None).amplitude
         if self.size < plan.head_size:  # then a tile has one head
@@ -192,7 +194,8 @@ def weights_of(
     """
     if refs.rows is None:
         same, joining = jnp.ones_like(old), where(seen.joins, key, 0)
-        return Weights(query, key, same, joining, old, where(seen.keeps, same, 0))
+        row = query / row_divisor(query)
+        return Weights(row, key, same, joining, old, where(seen.keeps, same, 0))
     highest = jnp.maximum(old, jnp.ceil(key.max(axis=0, keepdims=True)))
     raised = query + highest
     row = jnp.exp2(raised - raised.max(axis=-1, keepdims=True))
@@ -204,6 +207,16 @@ def weights_of(
     after = jnp.maximum(old, jnp.ceil(joining.max(axis=0, keepdims=True)))
     left = where(seen.keeps, jnp.exp2(old - after), 0)
     return Weights(row, weights, fade, jnp.exp2(joining - after), after, left)
+
+
+def row_divisor(query: Float[Array, "c M"]) -> Float[Array, "c 1"]:
+    """Return the largest elementwise feature of each query, or 1 for a query without.
+
+    Queries are divided by it, so that products do not overflow. It cancels in the
+    division by the denominator.
+    """
+    largest = query.max(axis=-1, keepdims=True)
+    return jnp.where(largest > 0, largest, 1)
 
 
 def faded(state: Float[Array, "w M"], fade: Float[Array, "1 M"]) -> Array:

@@ -26,7 +26,7 @@ A row underflows if a later key of its chunk is much larger than the keys that t
 sees. The kernel then computes the row again, relative to its own highest exponent.
 """
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +66,7 @@ from symjax.attention.kernels.tpu.feature_weights import (
     pick,
     projection,
     queries_and_keys,
+    row_divisor,
     seen_by,
     values_of,
     weights_of,
@@ -189,7 +190,7 @@ def _backward(
         of_query = multiply(pairs, keys, PLAIN) + multiply(read, past, PLAIN)
         near, far = multiply(pairs, row, TURNED), multiply(values, later, PLAIN)
         if refs.rows is None:
-            query_change[head] = of_query * scales[head]
+            query_change[head] = of_query * scales[head] / row_divisor(query)
             key_change[head] = near + where(seen.joins, far, 0)
         else:
             query_change[head] = of_query * weighed
@@ -326,16 +327,19 @@ def _cost(plan: ChunkPlan, operands: FeatureOperands) -> list[tuple[int, int]]:
     if operands.rows is None and operands.value.dtype == jnp.bfloat16:
         full, mixed = 3, 2
     parts = 0 if operands.rows is None else operands.rows.shape[0]
-    lanes = full * parts * plan.widths[1]
+    projected = full * parts * plan.widths[1] * count
+    scored, valued = plan.block * count, plan.block * width(plan)
+    of_state = count * width(plan)
     per_token = [
-        count * (2 * lanes + (full + mixed) * (plan.block + width(plan))),
-        count * (4 * lanes + (4 * full + mixed) * plan.block)
-        + count * (3 * full + mixed) * width(plan),
+        2 * projected + full * scored + mixed * valued + (full + mixed) * of_state,
+        4 * projected
+        + 3 * full * scored
+        + (full + mixed) * valued
+        + (3 * full + mixed) * of_state,
     ]
     return [(2 * tokens * x, 2 * tokens * count) for x in per_token]
 
 
-@cache
 def feature_kernels(maps: ElementwiseMaps | None) -> Kernels:
     """Return the kernels of elementwise features; None: of random features.
 

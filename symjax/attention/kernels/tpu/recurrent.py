@@ -86,8 +86,8 @@ class RecurrentForm(NamedTuple):
 class TpuFeatures(NamedTuple):
     """Performer and linear attention.
 
-    The kernels compute the features: exponentials of random projections, or elementwise
-    functions.
+    The kernels compute exponentials of random projections, and elementwise features
+    that have `Features.in_kernels`. XLA computes other elementwise features in float32.
     """
 
     recurrence: Any
@@ -113,11 +113,17 @@ class TpuFeatures(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         query, key, value, visible, segment = VisibleTokens.of(tokens)
         features = self.recurrence.features
+        maps = None
+        if random is None and features.in_kernels:
+            maps = ElementwiseMaps(features, query.shape[3])
+        elif random is None:
+            query = features.query(query.astype(jnp.float32), None).amplitude
+            key = features.key(key.astype(jnp.float32), None).amplitude
+            maps = ElementwiseMaps(None, query.shape[3])
         inputs = Inputs(
             query, key, value, random=random, visible=visible, segment=segment
         )
-        elementwise = ElementwiseMaps(features, query.shape[3])
-        kernels = feature_kernels(elementwise if random is None else None)
+        kernels = feature_kernels(maps)
         operands = partial(_feature_operands, features.exponential)
         form = RecurrentForm(kernels, operands, self.interpret, self.block, fallback)
         output: Array = _attend(form, inputs)

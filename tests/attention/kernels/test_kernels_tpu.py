@@ -102,6 +102,12 @@ SLOW = {
     "performer_float32": Case("performer", 4096, 64, 64, dtype=jnp.float32),
     "performer_on_v5p": Case("performer", 4096, 128, 128, chip="v5p-4"),
     "performer_on_v6e": Case("performer", 4096, 64, 64, chip="v6e-4"),
+    "linear_odd_with_all": Case(
+        "linear", 1000, 80, 96, kv_heads=1, options=("mask", "segment_ids")
+    ),
+    "linear_float32": Case("linear", 4096, 64, 64, dtype=jnp.float32),
+    "linear_on_v5p": Case("linear", 4096, 128, 128, chip="v5p-4"),
+    "linear_on_v6e": Case("linear", 4096, 32, 32, 4, 4, chip="v6e-4"),
     "decay_32k": Case("decay", 32768, 128, 256),
     "decay_float32": Case("decay", 4096, 64, 64, dtype=jnp.float32),
     "decay_grouped": Case("decay", 4096, 128, 128, heads=8, kv_heads=1),

@@ -137,9 +137,10 @@ def queries_and_keys(refs: FeatureOperands) -> list[Float[Array, "c P*H"]]:
 def exponents(
     maps: ElementwiseMaps | None, plan: ChunkPlan, refs: FeatureOperands
 ) -> list[Float[Array, "c P*M"]]:
-    """Return the base-2 exponents of query and key features; elementwise features.
+    """Return the base-2 exponents of the features of queries and of keys.
 
-    The last axis has those of the heads of a tile, one head after the other.
+    With `maps` return the features themselves. The last axis has the heads of a tile,
+    one after the other.
     """
     if maps is not None:
         return maps(plan, *queries_and_keys(refs))
@@ -163,8 +164,9 @@ def exponents_of(
     both: list[Array],
     head: int,
 ) -> list[Float[Array, "c M"]]:
-    """Return the exponents of one head, with −∞ for hidden keys; elementwise features,
-    with 0 for hidden keys.
+    """Return the exponents of one head, with −∞ for hidden keys.
+
+    Elementwise features are returned as they are, with 0 for hidden keys.
 
     Args:
         both: the result of `exponents`.

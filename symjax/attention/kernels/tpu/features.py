@@ -249,8 +249,12 @@ def _of_inputs(
 ) -> list[Array]:
     """Return the gradients of the operands `query` and `key`.
 
+    Those of hidden keys are arbitrary. `VisibleTokens`, which replaces hidden keys by
+    0, replaces their gradients by 0, too.
+
     Args:
-        query_change, key_change: the gradients of exponents; of elementwise features.
+        query_change, key_change: the gradients of exponents. With `maps`, those of
+            features.
     """
     heads = range(plan.packed)
     if maps is not None:

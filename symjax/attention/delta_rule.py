@@ -75,7 +75,7 @@ class DeltaRule:
     `solve_unit_lower` solves.
 
     Attributes:
-        fades: whether a log-decay was given. Only kernels read this field.
+        fades: False if `delta_causal` got no log-decay. Only kernels read this field.
         erase_gates: whether erase gates were given, which no kernel supports.
     """
 

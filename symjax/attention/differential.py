@@ -98,12 +98,13 @@ def differential(
         value   K          one for each signal key
         output  N          one for each signal query
 
-    Cost. Score mechanisms in row blocks subtract the two maps and multiply the
-    difference by the values once. On four CPUs this took 0.93 to 1.14 times as long as
-    softmax with the same number of parameters (N heads of twice the size;
-    docs/performance/cpu.md). Kernels, the ring and mechanisms without scores compute
-    two outputs and subtract them; a recurrence has a state per branch. With r > 1 row
-    blocks compute a shared noise map once. All other executions compute it for each of
+    Cost. For score mechanisms XLA computes blocks of rows (`scores.rows`): it subtracts
+    the two maps and multiplies the difference by the values once. On four CPUs this
+    took 0.93 to 1.14 times as long as softmax with the same number of parameters (N
+    heads of twice the size; docs/performance/cpu.md). Kernels, `implementation="ring"`
+    and mechanisms without scores compute two outputs and subtract them; a recurrence
+    has a state per branch. With r > 1 blocks of rows compute a shared noise map once.
+    All other executions compute it for each of
     its r heads, so they cost as much as with r = 1.
 
     Args:

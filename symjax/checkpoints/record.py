@@ -107,7 +107,7 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: two leaves have the same name, or the name of one is a folder in the
-            path of another. As in Orbax, a full stop separates like a slash.
+            path of another. As in Orbax, "a.b" counts as "a/b".
     """
     named, taken = {}, set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -116,7 +116,9 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
         taken.add(name.replace(".", "/"))
     beginnings = {n[:i] for n in taken for i, letter in enumerate(n) if letter == "/"}
     if len(taken) < len(jax.tree.leaves(tree)) or taken & beginnings:
-        raise ValueError(f"leaves of {item} have the same name")
+        raise ValueError(
+            f"two leaves of {item} have one name, or one is a folder of the other"
+        )
     return named
 
 

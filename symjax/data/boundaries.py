@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from symjax.data.tokens import Tokenizer
 
-SEPARATOR = "\0"  # between documents if the tokenizer has no tokens around them
+SEPARATOR = "\0"  # before and between documents, if the tokenizer has no such tokens
 FORMAT = 2  # format of new packed texts; 1 has no token before the first document
 
 Piece = str | int | None  # a text, a token, or nothing

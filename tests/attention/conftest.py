@@ -11,7 +11,7 @@ def on_devices(request, monkeypatch):
     """One device runs the chunks of one example after the other."""
     if request.param == 1:
         jax.clear_caches()
-        monkeypatch.setattr(schedule, "on_one_device", lambda: True)
+        monkeypatch.setattr(schedule, "xla_keeps_arrays_whole", lambda: True)
     yield
     if request.param == 1:
         jax.clear_caches()

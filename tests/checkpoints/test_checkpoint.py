@@ -213,7 +213,7 @@ def test_names_that_are_no_steps_are_passed_over(copy):
 )
 def test_leaves_that_share_a_name_are_refused(tmp_path, tree):
     with Checkpoints(tmp_path, 1) as checkpoints:
-        with pytest.raises(ValueError, match="params have the same name"):
+        with pytest.raises(ValueError, match="two leaves of params have one name"):
             checkpoints.save(1, {"params": tree}, {})
         assert checkpoints.steps() == []
 

@@ -15,6 +15,7 @@ import runs
 from runs import ROOT, SECONDS, train
 
 from symjax import config
+from symjax.checkpoints import checkpoint
 from symjax.checkpoints.checkpoint import Checkpoints
 from symjax.distributed import signals
 from symjax.evaluation.loading import load
@@ -143,6 +144,38 @@ def test_arrays_of_another_optimizer_are_refused_by_the_key(
     assert code == (2 if refused else 0)
     said = capsys.readouterr().err
     assert refused in said and ("--allow cannot change" in said) == bool(refused)
+
+
+def test_a_signal_may_come_while_a_batch_is_awaited_and_a_checkpoint_is_written(
+    text, workdir, monkeypatch, capfd
+):
+    """The checkpoint of step 2 is on disk only after `wait`, as on a slow disk."""
+    written = []
+    committed, wait = checkpoint.committed, Checkpoints.wait
+
+    def waited(self):
+        saving = self._saving
+        wait(self)
+        if saving is not None:
+            written.append(saving)
+
+    def batches(*arguments):
+        for step, arrays in enumerate(prefetch(*arguments), start=1):
+            if step == 3:
+                signal.raise_signal(signal.SIGTERM)
+            yield None if step == 3 else arrays
+
+    monkeypatch.setattr(loop, "prefetch", batches)
+    monkeypatch.setattr(Checkpoints, "wait", waited)
+    monkeypatch.setattr(
+        checkpoint, "committed", lambda x: bool(written) and committed(x)
+    )
+    code = train(text, workdir, checkpoint__every=2)
+    said = capfd.readouterr().err
+    assert code == 128 + signal.SIGTERM, said
+    assert "interrupted: saved checkpoint 2" in said
+    monkeypatch.undo()
+    assert steps(workdir) == [2]
 
 
 @pytest.mark.always

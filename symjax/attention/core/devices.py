@@ -142,7 +142,7 @@ def on_hopper() -> bool:
     return _device_kind().startswith(("NVIDIA H", "NVIDIA GH"))
 
 
-def on_one_device() -> bool:
+def xla_keeps_arrays_whole() -> bool:
     """Return whether XLA cannot split arrays over devices.
 
     Without a mesh: whether all processes together have one device. With a mesh: whether

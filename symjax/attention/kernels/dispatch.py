@@ -7,10 +7,10 @@ that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
-2. XLA does not split the arrays over devices, since it cannot split a kernel. So the
-   mesh, or without a mesh all processes together, must have one device, or the call is
-   inside `jax.shard_map`. On a mesh of several devices, layers call mechanisms inside
-   `jax.shard_map` (`symjax.layers.sharded`).
+2. XLA may not split the arrays over devices, since it cannot split a kernel. This
+   holds inside `jax.shard_map`, where layers call mechanisms on a mesh of several
+   devices (`symjax.layers.sharded`). Elsewhere the mesh must have one device, and
+   without a mesh all processes together.
 3. The call has at least 128 query rows. For recurrences this is a part of test 4.
 4. The kernel supports the arguments: its `refusal` returns None.
 
@@ -58,7 +58,12 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.devices import by_platform, on_cuda, on_one_device, on_tpu
+from symjax.attention.core.devices import (
+    by_platform,
+    on_cuda,
+    on_tpu,
+    xla_keeps_arrays_whole,
+)
 from symjax.attention.core.meshes import (
     like_its_first,
     on_any_mesh,
@@ -253,7 +258,7 @@ def run_heads(
         static: first argument of the kernel.
         fallback: function of the arrays.
     """
-    if not (supports_heads(x) and on_one_device()):
+    if not (supports_heads(x) and xla_keeps_arrays_whole()):
         return fallback(x, *arrays)
     kernels = import_module("symjax.attention.kernels.tpu.heads")
     kernel = partial(getattr(kernels, name), static, False)
@@ -270,7 +275,7 @@ def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:
 
 def _sources(family: str | None) -> Iterator[tuple[str, KernelSource]]:
     """Yield (platform, kernel) for the kernels of a family that pass tests 1 and 2."""
-    if family is not None and on_one_device():
+    if family is not None and xla_keeps_arrays_whole():
         for platform, present in PLATFORMS.items():
             if present():
                 for source in KERNELS.get((family, platform), ()):

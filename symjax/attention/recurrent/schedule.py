@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from symjax.attention.core.devices import backend, on_one_device
+from symjax.attention.core.devices import backend, xla_keeps_arrays_whole
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.products import TILE, sum_dtype
 from symjax.attention.core.sequence import choose, segment_state_before
@@ -148,10 +148,10 @@ def run_on_accelerators(
     """Run chunks in parallel if the schedule allows it, else one after the other."""
     arrays = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
-    one_gpu, schedule = backend() == "gpu" and on_one_device(), recurrence.schedule()
-    if not schedule.parallel_chunks or (
-        schedule.parallel_on_one_gpu_only and not one_gpu
-    ):
+    schedule = recurrence.schedule()
+    one_gpu = backend() == "gpu" and xla_keeps_arrays_whole()
+    refused = schedule.parallel_on_one_gpu_only and not one_gpu
+    if refused or not schedule.parallel_chunks:
         return scan(partial(run_as_one_chunk, recurrence), size, *arrays)
     batch, _, heads, _ = span.query.shape
     parallel = (
@@ -187,7 +187,7 @@ def run_on_cpus(
     span = jax.tree.map(in_float32, span)
     batch, length = span.visible.shape
     run = partial(scan, partial(run_as_one_chunk, recurrence), chunk_size, parameters)
-    if not on_one_device() or not 1 < batch <= length:
+    if not xla_keeps_arrays_whole() or not 1 < batch <= length:
         return run(state, span)
 
     def run_example(example: tuple[Any, Span]) -> tuple[Any, Any]:

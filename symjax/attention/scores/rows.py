@@ -30,8 +30,8 @@ from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
-# Rows of a block on accelerators, whose matrix units have this size. `_rows_on_a_cpu`
-# computes the rows of a block on a CPU from this number.
+# Rows of a block on accelerators, whose matrix units have this size. On a CPU
+# `_rows_on_a_cpu` computes the number of rows of a block from it.
 BLOCK_ROWS = 128
 EXTENTS = 8  # largest number of extents (`_blocks`)
 FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two extents

@@ -122,7 +122,8 @@ def noise(run: LoadedRun, options: Options) -> Result:
         text = [
             "share of |A| of hidden tokens on other places that show the same token "
             "(answer),",
-            f"on those less than {CONTEXT // 2} places away (context), and elsewhere",
+            f"on places less than {CONTEXT // 2} away except answers, itself included "
+            "(context), and elsewhere",
         ]
         return Result({"noise": rows}, text, (_table(rows),))
     figure = _answer_by_position_figure(by_window)

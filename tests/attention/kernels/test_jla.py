@@ -127,7 +127,7 @@ def hopper(monkeypatch):
     """Pretend that this is one Hopper GPU with the package, which takes any call."""
     monkeypatch.setattr(jla, "find_spec", lambda _: True)
     monkeypatch.setattr(jla, "on_hopper", lambda: True)
-    monkeypatch.setattr(jla, "on_one_device", lambda: True)
+    monkeypatch.setattr(jla, "xla_keeps_arrays_whole", lambda: True)
     monkeypatch.setattr(jla, "_supports", lambda _: lambda *arrays, **options: True)
 
 
@@ -211,7 +211,7 @@ def test_what_the_package_refuses_is_refused(hopper, monkeypatch):
 
 
 def test_another_machine_and_no_package_are_said(hopper, monkeypatch):
-    monkeypatch.setattr(jla, "on_one_device", lambda: False)
+    monkeypatch.setattr(jla, "xla_keeps_arrays_whole", lambda: False)
     refused("call it in a jax.shard_map", decay, *like())
     monkeypatch.setattr(jla, "on_hopper", lambda: False)
     refused("it needs a Hopper GPU", decay, *like())

@@ -210,7 +210,7 @@ def test_other_machines_features_and_lengths_take_the_scan():
     assert not served("positive", tokens, random)  # on a CPU
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(dispatch.PLATFORMS, "tpu", lambda: True)
-        patch.setattr(dispatch, "on_one_device", lambda: True)
+        patch.setattr(dispatch, "xla_keeps_arrays_whole", lambda: True)
         assert served("positive", tokens, random)
         assert served("elu", tokens, None)
         assert not served("trigonometric", tokens, random)

@@ -277,7 +277,7 @@ def test_on_a_gpu_the_chunks_of_a_span_are_one_product(form, monkeypatch, x64):
     wanted = jax.grad(loss, (0, 1, 2))(query, key, value)
     monkeypatch.setattr(engine, "by_platform", accelerator)
     monkeypatch.setattr(schedule, "backend", lambda: "gpu")
-    monkeypatch.setattr(schedule, "on_one_device", lambda: True)
+    monkeypatch.setattr(schedule, "xla_keeps_arrays_whole", lambda: True)
     monkeypatch.setattr(schedule, "run_parallel_chunks", parallel)
     monkeypatch.setattr(
         schedule, "PARALLEL_TOKENS_ON_GPU", 256 * query.shape[0] * query.shape[2]

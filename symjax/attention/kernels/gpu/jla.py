@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.devices import on_hopper, on_one_device
+from symjax.attention.core.devices import on_hopper, xla_keeps_arrays_whole
 from symjax.attention.core.meshes import varying
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.visibility import hidden_as_zero
@@ -68,7 +68,7 @@ class Jla(NamedTuple):
             return "it needs jax-linear-attention: pip install 'symjax[hopper]'"
         if not on_hopper():
             return "it needs a Hopper GPU, jax 0.11 or later, and jax_enable_x64 off"
-        if not on_one_device():
+        if not xla_keeps_arrays_whole():
             return "XLA cannot split it over devices: call it in a jax.shard_map"
         if varying(tokens[:3]):
             return "it needs a jax.shard_map with check_vma=False"

@@ -100,9 +100,9 @@ def _statistics(spectrum: Array, directions: Array) -> Statistics:
 
         log(1 − 4a) − log(1 − 8a) / 2 + 2 s (1 − 4a) / (1 − 8a)
 
-    These are the terms of the mean over pairs of log E_w[(φ(q) φ(k))²] that depend on
-    a. The derivative is 0 where 16a² + (4s − 2) a − s = 0. The minimum is at the
-    negative root.
+    This is log E_w[(φ(q) φ(k))²], as a mean over pairs, without the terms that do not
+    depend on a. The derivative is 0 where 16a² + (4s − 2) a − s = 0. The minimum is at
+    the negative root.
     """
     root = jnp.sqrt(jnp.square(1 + 2 * spectrum) + 8 * spectrum)
     a = (1 - 2 * spectrum - root) / 16

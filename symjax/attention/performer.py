@@ -11,8 +11,8 @@ The factor M cancels when a row is divided by its denominator.
 
 These features φ are exponentials. The recurrence (`recurrent/normalised.py`) subtracts
 a running maximum from their exponents, so that no feature overflows and no ε is needed.
-Queries and keys may have any size whose squared length float32 can hold (entries up to
-1e18).
+Queries and keys may be large, as long as float32 can hold their squared length: entries
+up to 1e18.
 
 The estimate is good if queries and keys are small. At head size 64 and entries of size
 0.5 the relative error of the output is 0.54, 0.41 and 0.23 with 128, 256 and 1024

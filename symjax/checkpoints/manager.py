@@ -150,11 +150,11 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        `Interrupts.due` (distributed/signals.py) passes the number of its call to jax's
-        `reached_preemption_sync_point`, and jax makes all processes stop at the same
-        number. Orbax would pass the training step to the same function. If the
-        processes then agreed on a training step, the run would stop much later, or not
-        at all, since `Interrupts` waits for that number of calls.
+        `Interrupts.due` (distributed/signals.py) counts its calls and passes this
+        number to jax's `reached_preemption_sync_point`, and jax makes all processes
+        stop at the same number. Orbax would pass the training step to the same
+        function. If the processes then agreed on a training step, the run would stop
+        much later, or not at all, since `Interrupts` waits for that number of calls.
         """
         return False
 

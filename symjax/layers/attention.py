@@ -76,9 +76,9 @@ class Attention(nnx.Module):
     not 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
-    qkv they are the projected queries. A V1 head then joins its two branches to one
-    value. The cache of a score mechanism then holds the values alone, and `keys_of`
-    makes the keys from them.
+    qkv they are the projected queries. In V1 the value of a head is then that of both
+    branches, one after the other. The cache of a score mechanism then holds the values
+    alone, and `keys_of` makes the keys from them.
 
     Args:
         options: the model's configuration.

@@ -287,9 +287,9 @@ def _implementations(mechanism: str) -> tuple[str, ...]:
 def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None:
     """Raise if a mechanism or the kind of model lacks the chosen implementation.
 
-    If a score mechanism of the model has the implementation, all its score mechanisms
-    must have it. If a recurrence has it, all recurrences of the model that take the
-    option `implementation` must have it.
+    If a score mechanism of the model has the implementation, all score mechanisms of
+    the model must have it. If a recurrence has it, all recurrences of the model that
+    take the option `implementation` must have it.
     """
     chosen = options.attention.implementation
     if chosen in ("auto", FORMER_DEFAULTS["implementation"]):

@@ -80,7 +80,7 @@ def check_number(who: str, name: str, value: Any, *, needed: bool = False) -> No
     """Raise unless the value is one number. A Python number must also be finite.
 
     Args:
-        needed: None is refused; otherwise it passes.
+        needed: True refuses None, False lets it pass.
     """
     if hasattr(value, "shape"):
         one, found = value.shape == (), value.shape
@@ -237,7 +237,10 @@ def check_groups(
     groups, values = query.shape[2] // (signals + 1), value.shape[2]
     noise_keys = min(groups, values)
     shapes = f"got query {query.shape}, key {key.shape}, value {value.shape}"
-    wanted = "two query and two key heads are needed for each head"
+    wanted = (
+        "two query heads are needed for each head, and two key heads for each value "
+        "head"
+    )
     if signals > 1:
         wanted = (
             f"{signals} signal heads and a noise head are needed in each group, with "

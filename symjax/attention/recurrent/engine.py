@@ -11,8 +11,8 @@ it takes a state and one token.
 
 A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
 multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens
-in parallel, then those of the next 4096 tokens. On a single GPU this number of tokens
-is 2¹⁸ / (examples · query heads) instead of 4096.
+in parallel, then those of the next 4096 tokens. A GPU takes 2¹⁸ / (examples · query
+heads) tokens instead of 4096, if XLA does not split the arrays over devices.
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time
 is not split over devices (`kernels.dispatch`). Kernels have neither a forward-mode

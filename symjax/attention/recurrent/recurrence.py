@@ -87,10 +87,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        parallel_on_one_gpu_only: run chunks in parallel only if a single GPU computes
-            the call, where they become further examples of the batch. TPUs and several
-            GPUs could run chunks in parallel only by `jax.vmap`, so they run one chunk
-            after the other. Reasons to set it:
+        parallel_on_one_gpu_only: run chunks in parallel only on a GPU, and only if XLA
+            does not split the arrays over devices. There chunks become further examples
+            of the batch. Elsewhere they could run in parallel only by `jax.vmap`, so
+            one chunk runs after the other. Reasons to set it:
 
             - `advance` has a branch that depends on data. `jax.vmap` would compute both
               sides of the branch.

@@ -19,7 +19,8 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-# Chunks of at most so many tokens of an example run in parallel, to bound the memory.
+# The chunks that run in parallel have together at most so many tokens of an example.
+# This bounds the memory.
 PARALLEL_TOKENS = 4096
 # On a single GPU: the largest tokens · examples · query heads, which take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18

@@ -42,7 +42,7 @@ def adjustment_of(
     has_law = isinstance(law, tuple)
     if log_decay is None and sink is None and not has_law:
         return None
-    branches = arguments.query.shape[2] // arguments.noise_heads
+    branches = arguments.query.shape[2] // arguments.groups
     found = Adjustment()
     if log_decay is not None:
         found = _decays(arguments, visibility, log_decay.astype(dtype))
@@ -60,7 +60,7 @@ def _of_rows(
     numbers: Float[Array, "#B #T #N"], arguments: ScoreArguments, branches: int
 ) -> Float[Array, "#B Nq #T 1"]:
     """Return numbers per group of heads, repeated for each query head of the group."""
-    shape = *numbers.shape[:2], arguments.noise_heads
+    shape = *numbers.shape[:2], arguments.groups
     of_heads = jnp.swapaxes(jnp.broadcast_to(numbers, shape), 1, 2)
     return jnp.repeat(of_heads, branches, axis=1)[..., None]
 

@@ -48,12 +48,12 @@ class ScoreArguments:
 
     @property
     def output_heads(self) -> int:
-        """O, the number of heads of the output; with `lam`, of signal heads."""
-        return self.noise_heads * (1 if self.lam is None else self.signals)
+        """O, the number of output heads. With `lam` they are the signal heads."""
+        return self.groups * (1 if self.lam is None else self.signals)
 
     @property
-    def noise_heads(self) -> int:
-        """G, the number of noise heads; without `lam`, of all heads."""
+    def groups(self) -> int:
+        """G, the number of groups of heads. Without `lam` each head is a group."""
         branches = 1 if self.lam is None else self.signals + 1
         return self.query.shape[2] // branches
 
@@ -136,7 +136,7 @@ class ScoreArguments:
             )
         batch, time, heads = query[0], query[1], self.output_heads
         keys = device_count(who, self.axis_name) * key[1]
-        pairs = (batch, self.noise_heads, time, keys)
+        pairs = (batch, self.groups, time, keys)
         slope, power = (
             self.length_scale if isinstance(self.length_scale, tuple) else (None, None)
         )
@@ -144,8 +144,8 @@ class ScoreArguments:
             ("mask", self.mask, pairs),
             ("bias", self.bias, pairs),
             ("lam", self.lam, (batch, time, heads)),
-            ("slope", slope, (batch, time, self.noise_heads)),
-            ("power", power, (batch, time, self.noise_heads)),
+            ("slope", slope, (batch, time, self.groups)),
+            ("power", power, (batch, time, self.groups)),
             ("positions", self.positions, (batch, time)),
             ("log_decay", self.log_decay, key[:3]),
         ):
@@ -154,7 +154,7 @@ class ScoreArguments:
                     f"{who}: {name} must broadcast to {wanted} for query {query} and "
                     f"key {key}, got {array.shape}"
                 )
-        of_heads = (self.noise_heads,)
+        of_heads = (self.groups,)
         for name, array, number in (
             ("alibi", self.alibi, "slope"),
             ("sink", self.sink, "logit"),

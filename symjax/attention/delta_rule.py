@@ -66,10 +66,11 @@ class DeltaRule:
 
     Token t adds k_t u_tᵀ to the state. Its change u_t depends on the changes of the
     tokens before it. Let S be the state before the chunk, E_t the decay of S until
-    token t, and E_ts the decay between tokens s and t. The eraser e_t is b_t ⊙ k_t with
+    token t, and E_ts the decay between tokens s and t: numbers, or diagonal matrices
+    for a decay per channel. The eraser e_t is b_t ⊙ k_t with
     erase gates, and k_t without them. Then
 
-    u_t = β_t (v_t − e_t·(E_t S) − Σ_{s<t} (e_t·k_s E_ts) u_s)
+    u_t = β_t (v_t − e_t·(E_t S) − Σ_{s<t} (e_t·E_ts k_s) u_s)
 
     For all tokens of a chunk this is a unit-triangular system (the WY form), which
     `solve_unit_lower` solves.

@@ -91,7 +91,7 @@ def optimizer(
 def _updates(
     options: config.Optimizer, rate: optax.Schedule, params: Any
 ) -> list[optax.GradientTransformation]:
-    """Return the transformations that apply to each weight the rule of its group."""
+    """Return transformations that update each weight by the rule of its group."""
     rest = "adamw" if options.name == "muon" else options.name
     decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
     embedding_decay = decay if embedding_decay == -1 else embedding_decay

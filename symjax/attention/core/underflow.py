@@ -7,8 +7,9 @@ only happen if a later key of the chunk has features e⁴⁶ times as large as a
 the row sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
-For `Normalised` this function is `exact_rows`: each row divides by the largest feature
-of the keys that it sees, and each pair takes one exponential per feature. For GPU
+For `Normalised` this function is `exact_rows`: each row divides by the largest product
+of a feature of its query and of a key that it sees, and each pair takes one exponential
+per feature. For GPU
 kernels it is their fallback in XLA. TPU kernels do not use this file: they recompute
 such rows themselves.
 """

@@ -66,8 +66,8 @@ class ChunkwiseForm(Protocol):
     def effect(self, prepared: Any, /) -> tuple[Any, Any]:
         """Return the effect (state, transition) of a span.
 
-        The span is one segment: the engine hides the tokens of earlier segments before
-        it calls `prepare` for an effect.
+        All visible tokens of the span are of its last segment: the engine hides the
+        others before it calls `prepare` for an effect.
         """
         ...
 

@@ -76,8 +76,8 @@ def noise(run: LoadedRun, options: Options) -> Result:
     """Measure shares of |A| on the answer, the context and elsewhere, by layer.
 
     The number `answer` is the share of a row on the keys that hold its target. The
-    share of the other keys, `context` and `elsewhere`, is noise. It has nothing to do
-    with the noise map of grouped differential attention. Attention finds
+    share of the other keys, `context` and `elsewhere`, is noise. This noise
+    is not the noise map of grouped differential attention. Attention finds
     answers if `answer` exceeds the column "answer if uniform". In a differential layer,
     compare the rows A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the
     subtraction has removed noise.

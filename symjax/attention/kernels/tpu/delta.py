@@ -39,9 +39,9 @@ from symjax.attention.kernels.tpu.tiles import (
     PLAIN,
     TURNED,
     column,
+    multiplier,
     mxu_passes,
     product,
-    product_in_parts,
     write_row,
 )
 
@@ -190,8 +190,7 @@ def _precise_product(
     refs: GatedOperands, a: Array, b: Array, dimensions: tuple
 ) -> Array:
     """Return the product of float32 arrays, in parts if the operands are bfloat16."""
-    in_float32 = refs.value.dtype != jnp.bfloat16
-    return (product if in_float32 else product_in_parts)(a, b, dimensions)
+    return multiplier(refs.value.dtype)(a, b, dimensions)
 
 
 def _inverses(refs: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:

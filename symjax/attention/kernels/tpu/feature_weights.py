@@ -6,7 +6,7 @@
 kernels, and says how states and exponents are kept.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from symjax.attention.kernels.tpu.tiles import (
     ACROSS,
     LANES,
     product,
-    product_in_parts,
 )
 
 EMPTY = -1e30  # the running maximum before the first key
@@ -118,11 +117,6 @@ def features_of(plan: ChunkPlan, refs: FeatureOperands, head: int) -> slice:
 def dtype_of(operands: FeatureOperands) -> Any:
     """Return the dtype of features in products: float32 if they are elementwise."""
     return jnp.float32 if operands.rows is None else operands.value.dtype
-
-
-def multiplier(refs: FeatureOperands) -> Callable[..., Array]:
-    """Return the function that multiplies features, states and values."""
-    return product if refs.value.dtype == jnp.float32 else product_in_parts
 
 
 def own_head(plan: ChunkPlan, x: Array, head: int) -> Array:

@@ -60,7 +60,6 @@ from symjax.attention.kernels.tpu.feature_weights import (
     for_each_underflow,
     joined,
     lane_of_ones,
-    multiplier,
     ones_of,
     own_head,
     pick,
@@ -78,6 +77,7 @@ from symjax.attention.kernels.tpu.tiles import (
     PLAIN,
     TURNED,
     column,
+    multiplier,
     product,
 )
 
@@ -101,7 +101,7 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
-    multiply, dtype = multiplier(refs), dtype_of(refs)
+    multiply, dtype = multiplier(refs.value.dtype), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     underflows = []
     for head in range(plan.packed):
@@ -169,7 +169,7 @@ def _backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
-    multiply, dtype = multiplier(refs), dtype_of(refs)
+    multiply, dtype = multiplier(refs.value.dtype), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     scales, changes = [], []
     for head in range(plan.packed):

@@ -76,6 +76,11 @@ def product_in_parts(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _
     return reduce(jnp.add, reversed(terms))
 
 
+def multiplier(dtype: Any) -> Callable[..., Array]:
+    """Return the product for float32 arrays that are made of operands of a dtype."""
+    return product if dtype == jnp.float32 else product_in_parts
+
+
 def mxu_passes(dtype: Any) -> int:
     """Return how many bfloat16 products on the MXU one product of a dtype takes."""
     return 6 if dtype == jnp.float32 else 1

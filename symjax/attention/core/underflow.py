@@ -10,8 +10,8 @@ the row sees.
 For `Normalised` this function is `exact_rows`: each row divides by the largest product
 of a feature of its query and of a key that it sees, and each pair takes one exponential
 per feature. For GPU
-kernels it is their fallback in XLA. TPU kernels do not use this file: they recompute
-such rows themselves.
+kernels it is their fallback in XLA, one token after the other. TPU kernels do not use
+this file: they recompute such rows themselves.
 """
 
 from collections.abc import Callable

@@ -100,17 +100,10 @@ class RowInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Normalised:
-    """Recurrence of linear attention.
-
-    Attributes:
-        features: the feature map.
-        exact: compute every row of a chunk with the maximum of the keys that it sees,
-            so that none underflows. Each pair then takes one exponential per feature.
-    """
+    """Recurrence of linear attention, with a feature map."""
 
     kernel = "features"
     features: Features
-    exact: bool = False
 
     def schedule(self) -> Schedule:
         return Schedule(parallel_on_one_gpu_only=self.features.has_exponents)
@@ -132,8 +125,8 @@ class Normalised:
     ) -> tuple[LinearState, Any]:
         """Return the state after a chunk, and its rows [B T K G V].
 
-        Rows that underflow are computed again, unless `exact` is set. In a chunk of one
-        token no row underflows, since there is no later key.
+        Rows that underflow are computed again. In a chunk of one token no row
+        underflows, since there is no later key.
 
         Args:
             divided: False returns `RowSums` instead of rows.
@@ -153,12 +146,11 @@ class Normalised:
             fast, exact = (
                 (_fast_rows, _exact_rows) if divided else (_fast_sums, _exact_sums)
             )
-            forms = partial(fast, arithmetic), partial(exact, arithmetic)
-            operands = visibility, RowInputs(before, query, key, value)
-            rows = (
-                forms[1](*operands)
-                if self.exact
-                else recompute_underflow(*forms, *operands)
+            rows = recompute_underflow(
+                partial(fast, arithmetic),
+                partial(exact, arithmetic),
+                visibility,
+                RowInputs(before, query, key, value),
             )
         if joins is not None:
             key = key.where(joins[:, None])

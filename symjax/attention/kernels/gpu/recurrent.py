@@ -205,7 +205,7 @@ def _rows_and_underflow(
 def _exact_rows(
     fallback: Any, constants: tuple, inputs: tuple
 ) -> Float[Array, "B T N V"]:
-    return fallback.in_turn(*_tokens_of(constants, inputs))
+    return fallback.by_tokens(*_tokens_of(constants, inputs))
 
 
 def _tokens_of(constants: tuple, inputs: tuple) -> tuple[Tokens, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SYMJAX = ROOT / "symjax"
-# The rooms of symjax, in the order in which they may know each other: each room may
+# The rooms of symjax; docs/getting-started.md draws them upside down. Each room may
 # import from itself and from rooms of lines above it.
 ORDER = (
     {"optional", "starting", "storage", "tables"},

@@ -89,7 +89,7 @@ class DeltaRule:
 
     def schedule(self) -> Schedule:
         # `effect` costs as much as `advance`, and its transitions are matrices [H H].
-        return Schedule(parallel_on_one_gpu_only=True)
+        return Schedule(only_as_examples=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         dtype = jnp.promote_types(dtype, jnp.float32)
@@ -190,8 +190,9 @@ def delta_causal(
     erase gates that differ between tokens the state may grow. Query head n uses key
     head n // (N/K), and the β, erase gates and decay of that head. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and one triangular solve per chunk.
-    The backward pass saves the state before each chunk. A single GPU runs groups of
-    chunks in parallel, and saves the state before each group.
+    The backward pass saves the state before each chunk. A GPU runs groups of chunks in
+    parallel if XLA does not split the arrays over devices. Then the state before each
+    group is saved.
 
     Kernels run on a TPU, and in bfloat16 on an NVIDIA GPU: on one device, or inside
     `jax.shard_map`. Kernels have no forward-mode derivative, and neither have decays

@@ -100,8 +100,8 @@ def differential(
 
     Cost. For score mechanisms XLA computes blocks of rows (`scores.rows`): it subtracts
     the two maps and multiplies the difference by the values once. On four CPUs this
-    took 0.93 to 1.14 times as long as softmax with the same number of parameters (N
-    heads of twice the size; docs/performance/cpu.md). Kernels, `implementation="ring"`
+    took 0.93 to 1.14 times as long as softmax with N heads of size 2H, which has as
+    many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"`
     and mechanisms without scores compute two outputs and subtract them; a recurrence
     has a state per branch. With r > 1 blocks of rows compute a shared noise map once.
     All other executions compute it for each of
@@ -114,8 +114,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head, of which there are K + m. A
-            recurrence takes log_decay and beta only if m = K, that is if K ≤ N/r.
+            have one number per token and key head (K + m heads). Recurrences take them
+            only if K ≤ N/r; then m = K.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

@@ -241,8 +241,8 @@ class Checkpoints:
         """Return the steps in the order in which to try them until one is whole.
 
         Without `best` the newest comes first. With `best` the steps are in the order of
-        their losses. Steps whose loss cannot be read come before all others: one of
-        them may have been the best, and trying them reports them as damaged.
+        their losses. Steps whose loss cannot be read come before all others. So the
+        user is told that such a step, which may have been the best, is damaged.
         """
         if best and step is not None:
             raise ValueError(f"step {step!r} and the best one: give one of them")

@@ -26,8 +26,8 @@ class KeepPolicy:
     """Preservation policy of Orbax that keeps the newest whole steps.
 
     A step counts as whole if this process has saved or restored it. Other steps on disk
-    may be damaged, so they do not count towards `keep`. Such a step is deleted once
-    `keep` whole steps have higher numbers. If `best` is True, the step with the least
+    may be damaged, so they do not count towards `keep`. A step that does not count is
+    deleted once `keep` whole steps have higher numbers. If `best` is True, the step with the least
     held-out loss stays too.
 
     Attributes:
@@ -150,11 +150,10 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        `Interrupts.due` (distributed/signals.py) counts its calls and passes this
-        number to jax's `reached_preemption_sync_point`, and jax makes all processes
-        stop at the same number. Orbax would pass the training step to the same
-        function. If the processes then agreed on a training step, the run would stop
-        much later, or not at all, since `Interrupts` waits for that number of calls.
+        jax's `reached_preemption_sync_point` makes all processes stop at the same
+        number. `Interrupts.due` (distributed/signals.py) passes it the number of its
+        calls. Orbax would pass the training step, which is another number. The run
+        would then stop at a wrong time, or not at all.
         """
         return False
 

@@ -213,9 +213,9 @@ def training_windows(
 def windows_in(size: int, length: int) -> int:
     """Number of windows of length + 1 tokens per epoch of a text of `size` tokens.
 
-    `window_starts` shifts all windows of an epoch by the same 0 to `length` − 1 tokens.
-    So the last window that fits is left out, since a shift would move its end beyond
-    the text. If only one window fits, the number is 1.
+    It is one less than fit into the text, but at least 1: `window_starts` shifts all
+    windows of an epoch by the same 0 to `length` − 1 tokens, and no window may end
+    beyond the text.
     """
     return max(1, (size - 1) // length - 1)
 

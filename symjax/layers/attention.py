@@ -76,8 +76,8 @@ class Attention(nnx.Module):
     not 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
-    qkv they are the projected queries. In V1 the value of a head is then that of both
-    branches, one after the other. The cache of a score mechanism then holds the values
+    qkv they are the projected queries. In V1 the value of a head is then the
+    concatenation of the keys (or queries) of its two branches. The cache of a score mechanism then holds the values
     alone, and `keys_of` makes the keys from them.
 
     Args:

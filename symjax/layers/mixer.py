@@ -42,7 +42,7 @@ class Mixer:
     Attributes:
         mechanism: a name in `MECHANISMS`.
         options: (name, value) of each option of the mechanism.
-        dtype: dtype of cached keys and values.
+        dtype: dtype in which the layer computes, and of its cache.
         differential: none, v1 or v2.
         alibi: whether scores have the bias of ALiBi.
         keys_from_values: whether a cache holds values alone, from which keys are made

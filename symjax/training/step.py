@@ -93,10 +93,10 @@ class Program(NamedTuple):
             rows: rows(start, stop) returns the NumPy arrays of these rows.
         """
         cached = functools.cache(lambda start, stop: tuple(rows(start, stop)))
-        parts, structure = jax.tree.flatten(cached(*self._rows_of_one_device(shape)))
+        leaves, structure = jax.tree.flatten(cached(*self._rows_of_one_device(shape)))
 
         def array(number: int) -> Array:
-            whole = (shape[0], *parts[number].shape[1:])
+            whole = (shape[0], *leaves[number].shape[1:])
 
             def piece(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(shape[0])
@@ -106,7 +106,7 @@ class Program(NamedTuple):
             layout = NamedSharding(self.mesh, _axes(whole, shape))
             return jax.make_array_from_callback(whole, layout, piece)
 
-        return list(structure.unflatten(map(array, range(len(parts)))))
+        return list(structure.unflatten(map(array, range(len(leaves)))))
 
     def _rows_of_one_device(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows (start, stop) of one device of this process."""

@@ -12,9 +12,10 @@ from symjax.attention.core.selection import where
 
 # The denominator of a row is divided by exp(shift), so that it does not overflow, with
 # shift = max over features of (exponent of the query + c). Here c is the largest
-# exponent of the feature in the state and in all keys of the chunk. Some of these keys
-# are hidden from the row, so its terms may all be far below 1. The row has underflowed
-# if Σ |terms of the denominator| is below 1e-20 = e⁻⁴⁶.
+# exponent of the feature in the state and in all keys of the chunk, also in later keys,
+# which the row does not see. If one of these is much larger, all terms of the row are
+# far below 1. The row has underflowed if Σ |terms of the denominator| is below 1e-20 =
+# e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
 
@@ -87,11 +88,10 @@ class Features(NamedTuple):
         nonnegative_count: a function H → n: the first n features of a key are never
             negative. n is H for "squared" (the squares), and 1 for "taylor" and cosine
             (the number 1). Set it if features change sign but the weights of pairs do
-            not; otherwise it is None. The sum of a denominator may be smaller than its
-            rounding error, which would make numerator / denominator arbitrary. So
-            `recurrent.cancellation` reads the state relative to a mean of the values.
-            The weight of a value in this mean is the sum of the first n features of its
-            key.
+            not; otherwise it is None. The terms of a denominator may cancel, and
+            numerator / denominator would then be arbitrary. To prevent this,
+            `recurrent.cancellation` needs a mean of the values. It weighs each value by
+            the sum of the first n features of its key, whose terms do not cancel.
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In

@@ -43,9 +43,9 @@ def vary_alike(tree: Any) -> Any:
 def batched_alike(tree: Any) -> Any:
     """Return equal arrays, all of which `jax.vmap` batches if it batches one of them.
 
-    Results of a function with `jax.custom_vjp` need this. If `vmap` over B examples
-    batches only some of the results, jax 0.10 and 0.11 multiply the gradients of the
-    others by B. Here a `jnp.where` makes each array depend on all arrays: its condition
+    Results of a function with `jax.custom_vjp` need this, because of a fault of jax
+    0.10 and 0.11. If `vmap` over B examples batches only some of the results, the
+    gradients of the others are multiplied by B. Here a `jnp.where` makes each array depend on all arrays: its condition
     is computed from all of them, and is always False. XLA removes the added operations.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is

@@ -72,7 +72,7 @@ class Visibility:
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # with an entry for each key, which `count` adds up
+        if self.mask is not None:  # `count` sums over keys, so each gets an entry
             shape = (*self.mask.shape[:3], self.keys.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:

@@ -9,9 +9,10 @@ that passes all of these tests computes the call:
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
 2. XLA may not split the arrays over devices, since it cannot split a kernel. This
    holds inside `jax.shard_map`, where layers call mechanisms on a mesh of several
-   devices (`symjax.layers.sharded`). Elsewhere the mesh must have one device, and
-   without a mesh all processes together.
-3. The call has at least 128 query rows. For recurrences this is a part of test 4.
+   devices (`symjax.layers.sharded`). Elsewhere the mesh must have one device. Without
+   a mesh, all processes together must have one device.
+3. The call has at least 128 query rows. Kernels of recurrences check this themselves,
+   as a part of test 4.
 4. The kernel supports the arguments: its `refusal` returns None.
 
 If no kernel passes, XLA computes the call by its fallback:
@@ -38,11 +39,11 @@ If one program is lowered for several platforms, the kernel computes the call on
 platform and the fallback on the others.
 
 `implementation=` of softmax may name a kernel. Then `run_named` makes only test 4. If
-the kernel refuses the call, it raises an error with the reason. So the `refusal` of
-a kernel tests the device too. A kernel for TPUs accepts machines without a TPU, where
-it is interpreted.
+the kernel refuses the call, `run_named` raises an error with the reason. The `refusal`
+of kernels for GPUs therefore tests the device too. Kernels for TPUs accept any machine:
+without a TPU they are interpreted.
 `implementation=` of decay_causal and delta_causal may name a kernel of
-`OF_RECURRENCES`, which runs only in this way.
+`OF_RECURRENCES`. These kernels run only if they are named.
 
 `run_heads` makes a choice of its own: between XLA and the kernels of `tpu.heads`, which
 rotate or normalise heads on a TPU.

@@ -9,8 +9,8 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
-  because φ(0) need not be 0. A decay that is the same for all tokens is applied once
-  per visible token.
+  because φ(0) need not be 0. A decay that is the same for all tokens is no operand, so
+  no zero can take its place: it is applied as often as there are visible tokens.
 
 A hidden token still has a row, which is computed from its query.
 """
@@ -38,9 +38,9 @@ class Span(NamedTuple):
     Attributes:
         operands: further arrays of the recurrence with one entry per token.
         segment: numbers of the segments; None if there are no segments.
-        starts_segment: True for the first token of each segment, except for the first
-            token of the call, which continues from the given state; None without
-            segments.
+        starts_segment: True where a token has another segment than the token before it;
+            None without segments. It is False for the first token of the call, which
+            continues from the given state.
     """
 
     query: Float[Array, "B T N H"]
@@ -151,13 +151,13 @@ def merge_heads(rows: Float[Array, "B T K G V"], dtype: Any) -> Float[Array, "B 
 
 
 # (parameters, state, span) → (the state after the span, its rows).
-Advance = Callable[[Any, Any, Span], tuple[Any, Any]]
+RunSpan = Callable[[Any, Any, Span], tuple[Any, Any]]
 
 
 def scan(
-    advance: Advance, size: int, parameters: Any, state: Any, span: Span
+    run_span: RunSpan, size: int, parameters: Any, state: Any, span: Span
 ) -> tuple[Any, Any]:
-    """Run `advance` over all of time, one span of `size` tokens after the other.
+    """Run all of time, one span of `size` tokens after the other.
 
     The backward pass recomputes a span from the state before it.
 
@@ -165,7 +165,7 @@ def scan(
         The state after the last span, and the rows [B T …] of all spans.
     """
     length = span.visible.shape[1]
-    body = jax.checkpoint(partial(advance, parameters), prevent_cse=False)
+    body = jax.checkpoint(partial(run_span, parameters), prevent_cse=False)
     state, rows = jax.lax.scan(body, state, split_into_spans(span, size))
     return state, join_rows(rows, length)
 

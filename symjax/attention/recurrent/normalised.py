@@ -106,7 +106,7 @@ class Normalised:
     features: Features
 
     def schedule(self) -> Schedule:
-        return Schedule(parallel_on_one_gpu_only=self.features.has_exponents)
+        return Schedule(only_as_examples=self.features.has_exponents)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
@@ -282,9 +282,8 @@ def _fast_rows(
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
     Rows are divided here and not after `recompute_underflow`. The gradient of a
-    division needs the sums, which `scan` does not save, so the backward pass computes
-    them again. If they were a result of `recompute_underflow`, it would run the
-    `jax.lax.cond` again to get them.
+    division needs the sums. `scan` does not save them, so the backward pass computes
+    them again. Here it does so without the `jax.lax.cond` of `recompute_underflow`.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

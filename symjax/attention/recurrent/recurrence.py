@@ -66,8 +66,8 @@ class ChunkwiseForm(Protocol):
     def effect(self, prepared: Any, /) -> tuple[Any, Any]:
         """Return the effect (state, transition) of a span.
 
-        All visible tokens of the span are of its last segment: the engine hides the
-        others before it calls `prepare` for an effect.
+        If the span has several segments, only the last one counts. The engine hides the
+        tokens of the others and calls `prepare` once more to get this `prepared`.
         """
         ...
 
@@ -87,10 +87,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        parallel_on_one_gpu_only: run chunks in parallel only on a GPU, and only if XLA
-            does not split the arrays over devices. There chunks become further examples
-            of the batch. Elsewhere they could run in parallel only by `jax.vmap`, so
-            one chunk runs after the other. Reasons to set it:
+        only_as_examples: run chunks in parallel only where they can become further
+            examples of the batch: on a GPU, if XLA does not split the arrays over
+            devices. Elsewhere parallel chunks would need `jax.vmap`. Reasons against
+            `jax.vmap`, of which one is enough:
 
             - `advance` has a branch that depends on data. `jax.vmap` would compute both
               sides of the branch.
@@ -100,7 +100,7 @@ class Schedule(NamedTuple):
     """
 
     parallel_chunks: bool = True
-    parallel_on_one_gpu_only: bool = False
+    only_as_examples: bool = False
 
 
 class Recurrence(ChunkwiseForm, Protocol):

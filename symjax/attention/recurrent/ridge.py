@@ -89,7 +89,7 @@ class Mesa:
 
     def schedule(self) -> Schedule:
         # `effect` and `merge` factorise matrices [H H].
-        return Schedule(parallel_on_one_gpu_only=True)
+        return Schedule(only_as_examples=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MesaState:
         dtype = jnp.promote_types(dtype, jnp.float32)

@@ -22,7 +22,7 @@ from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 # The chunks that run in parallel have together at most so many tokens of an example.
 # This bounds the memory.
 PARALLEL_TOKENS = 4096
-# On a single GPU: the largest tokens · examples · query heads, which take 3 to 6 GiB.
+# If chunks become examples, on a GPU: the largest tokens · examples · query heads, which take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 
@@ -150,15 +150,17 @@ def run_on_accelerators(
     arrays = parameters, state, span
     size = -(-chunk_size // TILE) * TILE
     schedule = recurrence.schedule()
-    one_gpu = backend() == "gpu" and xla_keeps_arrays_whole()
-    refused = schedule.parallel_on_one_gpu_only and not one_gpu
+    as_examples = backend() == "gpu" and xla_keeps_arrays_whole()
+    refused = schedule.only_as_examples and not as_examples
     if refused or not schedule.parallel_chunks:
         return scan(partial(run_as_one_chunk, recurrence), size, *arrays)
     batch, _, heads, _ = span.query.shape
     parallel = (
-        PARALLEL_TOKENS_ON_GPU // max(1, batch * heads) if one_gpu else PARALLEL_TOKENS
+        PARALLEL_TOKENS_ON_GPU // max(1, batch * heads)
+        if as_examples
+        else PARALLEL_TOKENS
     )
-    in_parallel = partial(run_parallel_chunks, recurrence, size, one_gpu)
+    in_parallel = partial(run_parallel_chunks, recurrence, size, as_examples)
     return scan(in_parallel, max(size, parallel // size * size), *arrays)
 
 

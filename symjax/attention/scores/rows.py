@@ -174,8 +174,9 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
         )
         found = jax.lax.map(block, jnp.arange(steps) * rows)
         found = jnp.moveaxis(found, 0, 2)
-        # A slice that would end after the last row begins earlier, so the last block
-        # has `rows` rows too. Its first rows are also in the block before: drop them.
+        # `dynamic_slice` moves a slice that would end after the last row, so the last
+        # block has `rows` rows too. Its first rows are also in the block before: drop
+        # them.
         last = found[:, :, -1, steps * rows - length :]
         others = found[:, :, :-1].reshape(*last.shape[:2], -1, last.shape[-1])
         outputs.append(jnp.concatenate([others, last], axis=2))

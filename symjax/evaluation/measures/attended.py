@@ -7,8 +7,9 @@ All tasks of this file measure shares. The share of row t on a set of keys s is
 where a is the attention map of a head: A, or A₁ − λA₂ in differential attention, whose
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
 the uniform map, which gives the same weight to all keys that a row of the layer sees.
-(The table of `noise` has it for the answer alone.) If the share of a layer is larger
-than that of the uniform map, its attention favours these keys.
+If the share of a layer is larger than that of the uniform map, its attention favours
+these keys. The table of `noise` has a uniform share for the answer, and for no other
+set.
 
     noise        shares on the answer, on the context and elsewhere: how much of the
                  attention goes to the tokens that matter

@@ -45,8 +45,9 @@ def batched_alike(tree: Any) -> Any:
 
     Results of a function with `jax.custom_vjp` need this, because of a fault of jax
     0.10 and 0.11. If `vmap` over B examples batches only some of the results, the
-    gradients of the others are multiplied by B. Here a `jnp.where` makes each array depend on all arrays: its condition
-    is computed from all of them, and is always False. XLA removes the added operations.
+    gradients of the others are multiplied by B. Here a `jnp.where` makes each array
+    depend on all arrays: its condition is computed from all of them, and is always
+    False. XLA removes the added operations.
     """
     never = jnp.zeros((), bool)  # False, and batched if one of the arrays is
     for x in jax.tree.leaves(tree):

@@ -22,7 +22,8 @@ from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 # The chunks that run in parallel have together at most so many tokens of an example.
 # This bounds the memory.
 PARALLEL_TOKENS = 4096
-# If chunks become examples, on a GPU: the largest tokens · examples · query heads, which take 3 to 6 GiB.
+# If chunks become examples, on a GPU: the largest tokens · examples · query heads. They
+# take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 

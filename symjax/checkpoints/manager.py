@@ -27,8 +27,8 @@ class KeepPolicy:
 
     A step counts as whole if this process has saved or restored it. Other steps on disk
     may be damaged, so they do not count towards `keep`. A step that does not count is
-    deleted once `keep` whole steps have higher numbers. If `best` is True, the step with
-    the least held-out loss stays too.
+    deleted once `keep` whole steps have higher numbers. If `best` is True, the step
+    with the least held-out loss stays too.
 
     Attributes:
         whole: steps that count as whole.

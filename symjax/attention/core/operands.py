@@ -17,7 +17,7 @@ class Tokens(NamedTuple):
     """Arrays of one call of a recurrence, as the caller passed them.
 
     `operands` are the arrays besides query, key and value, for instance log-decays. The
-    class `Operands` has all arrays of a call of a score mechanism.
+    class `ScoreArrays` has all arrays of a call of a score mechanism.
     """
 
     query: Float[Array, "B T N H"]
@@ -60,8 +60,8 @@ class Adjustment(NamedTuple):
         return self._replace(key_decay=function(self.key_decay, 3))
 
 
-class Operands(NamedTuple):
-    """Arrays of one call of a score mechanism; axes of length 1 are broadcast.
+class ScoreArrays(NamedTuple):
+    """All arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
     Heads come before time, which is 3 to 11 % faster on a CPU.
     """
@@ -76,13 +76,13 @@ class Operands(NamedTuple):
     visibility: Visibility
     adjustment: Adjustment | None = None
 
-    def swapped(self) -> "Operands":
-        """Return the operands with heads and time of query, key and value exchanged."""
+    def swapped(self) -> "ScoreArrays":
+        """Return the arrays with heads and time of query, key and value exchanged."""
         query, key, value = (jnp.swapaxes(x, 1, 2) for x in self[:3])
         return self._replace(query=query, key=key, value=value)
 
-    def branch(self, index: int, signals: int) -> "Operands":
-        """Return the operands of one branch of all differential heads.
+    def branch(self, index: int, signals: int) -> "ScoreArrays":
+        """Return the arrays of one branch of all differential heads.
 
         Branch 0 has the signal heads and their keys, branch 1 the noise heads and their
         keys. Both have all values and λ.
@@ -113,8 +113,8 @@ class Operands(NamedTuple):
         """Number of signal keys before each noise key; 0 if branches share keys."""
         return signal_keys(self.key.shape[1], self.value.shape[1])
 
-    def repeat_noise(self, signals: int) -> "Operands":
-        """Return the operands with each noise head repeated for each signal head."""
+    def repeat_noise(self, signals: int) -> "ScoreArrays":
+        """Return the arrays with each noise head repeated for each signal head."""
 
         def heads(x: Array | None, signals: int = signals) -> Any:
             if x is None or x.shape[1] == 1:
@@ -130,8 +130,8 @@ class Operands(NamedTuple):
             adjustment=jax.tree.map(heads, self.adjustment),
         )
 
-    def map_rows(self, function: Callable) -> "Operands":
-        """Return the operands with function(array, axis of rows) applied.
+    def map_rows(self, function: Callable) -> "ScoreArrays":
+        """Return the arrays with function(array, axis of rows) applied.
 
         The function is applied to every array that may have an axis of rows.
         """
@@ -143,14 +143,14 @@ class Operands(NamedTuple):
             adjustment=adjustment and adjustment.map_rows(function),
             visibility=replace(
                 visibility,
-                rows=function(visibility.rows, 1),
+                row_positions=function(visibility.row_positions, 1),
                 mask=function(visibility.mask, 2),
                 row_segments=function(visibility.row_segments, 1),
             ),
         )
 
-    def map_keys(self, function: Callable) -> "Operands":
-        """Return the operands with function(array, axis of keys) applied.
+    def map_keys(self, function: Callable) -> "ScoreArrays":
+        """Return the arrays with function(array, axis of keys) applied.
 
         The function is applied to every array that may have an axis of keys. For arrays
         of the visibility it also gets a fill value, see `Visibility.map_keys`.
@@ -225,13 +225,13 @@ def repeat_noise(x: Array, signals: int, *, axis: int = 2) -> Array:
     return pairs.reshape(*before, -1, *after)
 
 
-def rows_spec(operands: Operands) -> P:
+def rows_spec(arrays: ScoreArrays) -> P:
     """Return the sharding of output rows, which is that of the queries.
 
     With `lam` there are fewer output heads than query heads. Output heads are then
     sharded as the heads of the values.
     """
-    batch, heads, time, _ = jax.typeof(operands.query).sharding.spec
-    if operands.lam is not None:
-        heads = jax.typeof(operands.value).sharding.spec[1]
-    return rows_as((batch, heads, time), operands.value)
+    batch, heads, time, _ = jax.typeof(arrays.query).sharding.spec
+    if arrays.lam is not None:
+        heads = jax.typeof(arrays.value).sharding.spec[1]
+    return rows_as((batch, heads, time), arrays.value)

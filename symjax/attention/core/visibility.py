@@ -15,7 +15,13 @@ BEFORE_WINDOWS = -(2**30)
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("rows", "keys", "mask", "row_segments", "key_segments"),
+    data_fields=(
+        "row_positions",
+        "key_positions",
+        "mask",
+        "row_segments",
+        "key_segments",
+    ),
     meta_fields=("window", "mask_self", "length", "consecutive"),
 )
 @dataclass(frozen=True)
@@ -32,18 +38,18 @@ class Visibility:
     alike.
 
     Attributes:
-        rows, keys: positions.
+        row_positions, key_positions: counted from 0 in the sequence of all keys.
         mask: True = attend.
         row_segments, key_segments: the number of the segment of each token.
         window: (left, right); None means no bound. Causal attention has right = 0.
         mask_self: hide from each row the key at the position of the row, unless the row
             sees no other key.
-        length: number of all keys, of which `keys` may be a part.
+        length: number of all keys, of which `key_positions` may have a part.
         consecutive: whether each row is one position after the row before it.
     """
 
-    rows: Int[Array, "#B t"]
-    keys: Int[Array, "#B s"]
+    row_positions: Int[Array, "#B t"]
+    key_positions: Int[Array, "#B s"]
     mask: Bool[Array, "#B #N #t #s"] | None = None
     row_segments: Int[Array, "#B t"] | None = None
     key_segments: Int[Array, "#B s"] | None = None
@@ -60,20 +66,22 @@ class Visibility:
         """
         return replace(
             self,
-            keys=function(self.keys, 1, BEFORE_WINDOWS),
+            key_positions=function(self.key_positions, 1, BEFORE_WINDOWS),
             mask=function(self.mask, 3),
             key_segments=function(self.key_segments, 1),
         )
 
     def distance(self) -> Int[Array, "#B 1 t s"]:
         """Return row position − key position; it is negative for later keys."""
-        return self.rows[:, None, :, None] - self.keys[:, None, None, :]
+        return (
+            self.row_positions[:, None, :, None] - self.key_positions[:, None, None, :]
+        )
 
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
         if self.mask is not None:  # `count` sums over keys, so each gets an entry
-            shape = (*self.mask.shape[:3], self.keys.shape[1])
+            shape = (*self.mask.shape[:3], self.key_positions.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:
             allowed.append(self.distance() <= left)
@@ -98,7 +106,7 @@ class Visibility:
         before, after = self._keys_in_window()
         count = jnp.maximum(before + after + 1, 0)
         if self.mask_self:
-            rows = self.rows[:, None, :, None]
+            rows = self.row_positions[:, None, :, None]
             count -= (0 <= rows) & (rows < self.length) & (count > 1)
         return count
 
@@ -108,7 +116,7 @@ class Visibility:
 
     def _keys_in_window(self) -> tuple[Array, Array]:
         """Return the numbers of keys before and after each row, [#B 1 t 1]."""
-        (left, right), rows = self.window, self.rows[:, None, :, None]
+        (left, right), rows = self.window, self.row_positions[:, None, :, None]
         before, after = rows, self.length - 1 - rows
         if left is not None:
             before = jnp.minimum(before, left)

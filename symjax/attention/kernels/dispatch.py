@@ -71,7 +71,7 @@ from symjax.attention.core.meshes import (
     rows_alone,
     vary_alike,
 )
-from symjax.attention.core.operands import Operands, ScoreSettings, Tokens, rows_spec
+from symjax.attention.core.operands import ScoreArrays, ScoreSettings, Tokens, rows_spec
 from symjax.attention.core.products import TILE
 
 
@@ -79,7 +79,7 @@ class Kernel(Protocol):
     """A kernel. It holds the static settings of a call, and is hashable.
 
     The settings are a recurrence or `ScoreSettings`. Methods take the arrays of the
-    call: `Operands` of scores, or the `Tokens` and parameters of a recurrence.
+    call: `ScoreArrays` of scores, or the `Tokens` and parameters of a recurrence.
     """
 
     def refusal(self, *arrays: Any) -> str | None:
@@ -209,26 +209,26 @@ def run_named_recurrence(
 def run_scores(
     names: tuple[str, ...],
     settings: ScoreSettings,
-    operands: Operands,
+    arrays: ScoreArrays,
     fallback: Callable,
 ) -> Float[Array, "B N T V"]:
     """Return the rows of a score mechanism.
 
     Args:
         names: implementations that the mechanism has.
-        fallback: operands → the same rows in XLA. Hashable.
+        fallback: arrays → the same rows in XLA. Hashable.
     """
-    if operands.query.shape[2] >= TILE:
+    if arrays.query.shape[2] >= TILE:
         for platform, source in _sources("softmax"):
             if source.implementation in names:
                 kernel = _kernel_of_scores(source, settings)
-                if kernel.refusal(operands) is None:
-                    return _rows_by_platform(platform, kernel, fallback, operands)
-    return fallback(operands)
+                if kernel.refusal(arrays) is None:
+                    return _rows_by_platform(platform, kernel, fallback, arrays)
+    return fallback(arrays)
 
 
 def run_named(
-    name: str, settings: ScoreSettings, operands: Operands, fallback: Callable
+    name: str, settings: ScoreSettings, arrays: ScoreArrays, fallback: Callable
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
 
@@ -236,8 +236,8 @@ def run_named(
         ValueError: the kernel does not support the call; the message says why.
     """
     kernel = _kernel_of_scores(NAMED[name], settings)
-    _raise_if_refused(name, kernel, operands)
-    return kernel.attend(operands, fallback)
+    _raise_if_refused(name, kernel, arrays)
+    return kernel.attend(arrays, fallback)
 
 
 def supports_heads(x: Float[Array, "B T N H"]) -> bool:

@@ -116,7 +116,7 @@ def _at_rows(
     sums: Float[Array, "#B N S"], visibility: Visibility
 ) -> Float[Array, "#B N T"]:
     """Return the sums up to the position of each row; 0 before the first key."""
-    rows, time = visibility.rows, visibility.rows.shape[1]
+    rows, time = visibility.row_positions, visibility.row_positions.shape[1]
     if visibility.consecutive and time <= visibility.length:
         of_rows: Any = part(sums, 2, start=rows[0, 0], size=time)
         return of_rows

@@ -17,7 +17,7 @@ from einops import repeat
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import check_choice
-from symjax.attention.core.operands import Operands, RowWeights, ScoreSettings
+from symjax.attention.core.operands import RowWeights, ScoreArrays, ScoreSettings
 from symjax.attention.core.options import Option, chosen
 from symjax.attention.core.sequence import first_token, gather, segment_runs_over
 from symjax.attention.core.visibility import Visibility, hidden_as_zero
@@ -200,19 +200,19 @@ class ScoreMechanism:
         if no_rows or key.shape[1] == 0 or value.shape[3] == 0:
             return jnp.zeros(arguments.output_shape, value.dtype)
         in_ring = implementation == "ring" and axis_name is not None
-        operands = _operands(arguments, for_ring=in_ring)
+        arrays = _operands(arguments, for_ring=in_ring)
         settings = _settings(arguments, weights, whole=implementation == "whole")
-        fallback = InRows(_by_rows(operands, axis_name), settings)
+        fallback = InRows(_by_rows(arrays, axis_name), settings)
         if in_ring:
-            operands = operands.repeat_noise(signals) if signals > 1 else operands
-            output = attend_ring(settings, operands, axis_name)
+            arrays = arrays.repeat_noise(signals) if signals > 1 else arrays
+            output = attend_ring(settings, arrays, axis_name)
         elif implementation is None:
             names = self.implementations
-            output = dispatch.run_scores(names, settings, operands, fallback)
+            output = dispatch.run_scores(names, settings, arrays, fallback)
         elif implementation in dispatch.NAMED:
-            output = dispatch.run_named(implementation, settings, operands, fallback)
+            output = dispatch.run_named(implementation, settings, arrays, fallback)
         else:
-            output = fallback(operands)
+            output = fallback(arrays)
         return jnp.swapaxes(output, 1, 2)
 
     def _weights(self, own: dict[str, Any]) -> RowWeights:
@@ -233,11 +233,11 @@ class ScoreMechanism:
 class InRows(NamedTuple):
     """Fallback of a call: an engine of row blocks in XLA, with its settings."""
 
-    engine: Callable[[ScoreSettings, Operands], Array]
+    engine: Callable[[ScoreSettings, ScoreArrays], Array]
     settings: ScoreSettings
 
-    def __call__(self, operands: Operands) -> Float[Array, "B N T V"]:
-        return self.engine(self.settings, operands)
+    def __call__(self, arrays: ScoreArrays) -> Float[Array, "B N T V"]:
+        return self.engine(self.settings, arrays)
 
 
 def _settings(
@@ -265,7 +265,7 @@ def _law(length_scale: str | tuple[Array, Array] | None) -> str | None:
     return "adaptive" if isinstance(length_scale, tuple) else length_scale
 
 
-def _operands(arguments: ScoreArguments, *, for_ring: bool) -> Operands:
+def _operands(arguments: ScoreArguments, *, for_ring: bool) -> ScoreArrays:
     """Return the arrays of a call with heads before time.
 
     With `lam`, bias, alibi and mask have an entry per group of heads (G). The entry is
@@ -291,7 +291,7 @@ def _operands(arguments: ScoreArguments, *, for_ring: bool) -> Operands:
         branches = partial(_for_branches, count=arguments.signals + 1)
         bias, alibi, mask = map(branches, (bias, alibi, mask))
         lam = jnp.swapaxes(lam, 1, 2).astype(wide)
-    return Operands(
+    return ScoreArrays(
         query=jnp.swapaxes(query, 1, 2),
         key=jnp.swapaxes(key, 1, 2),
         value=jnp.swapaxes(value, 1, 2),
@@ -323,8 +323,8 @@ def _visibility(arguments: ScoreArguments) -> Visibility:
             arguments.segment_ids, arguments.axis_name
         )
     return Visibility(
-        rows=positions,
-        keys=jnp.arange(keys)[None],
+        row_positions=positions,
+        key_positions=jnp.arange(keys)[None],
         row_segments=row_segments,
         key_segments=key_segments,
         window=arguments.window,
@@ -334,9 +334,9 @@ def _visibility(arguments: ScoreArguments) -> Visibility:
     )
 
 
-def _by_rows(operands: Operands, axis_name: str | None) -> Callable:
+def _by_rows(arrays: ScoreArrays, axis_name: str | None) -> Callable:
     """Return the engine of row blocks, or of windows if the window has two bounds."""
-    if None in operands.visibility.window:
+    if None in arrays.visibility.window:
         return attend_rows
     return attend_window if axis_name is None else attend_window_of_device
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.meshes import vary_alike
-from symjax.attention.core.operands import Adjustment, Operands, ScoreSettings
+from symjax.attention.core.operands import Adjustment, ScoreArrays, ScoreSettings
 from symjax.attention.core.sequence import around_ring, if_seen, pass_on
 from symjax.attention.core.visibility import Visibility, part
 from symjax.attention.scores.rows import scored, weighted_sum
@@ -73,7 +73,7 @@ class RingSettings(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 2))
 def attend_ring(
-    score_settings: ScoreSettings, operands: Operands, axis_name: str
+    score_settings: ScoreSettings, arrays: ScoreArrays, axis_name: str
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax attention over a ring of devices with T tokens each.
 
@@ -86,16 +86,16 @@ def attend_ring(
     forward-mode derivative (`jax.jvp`).
 
     Args:
-        operands: query, key and value are those of one device. Bias and visibility are
+        arrays: query, key and value are those of one device. Bias and visibility are
             for the rows of one device and all S keys.
     Raises:
         ValueError: a mask or a bias that differs by row; a length_scale of slope and
             power; length_base, length_scale "floor" or mask_self together with a mask
             or segments, because no device sees all keys of a row.
     """
-    _check(score_settings, operands)
-    operands = _without_hidden(operands)
-    query, key, value, bias, slopes, lam, scale, visibility, adjustment = operands
+    _check(score_settings, arrays)
+    arrays = _without_hidden(arrays)
+    query, key, value, bias, slopes, lam, scale, visibility, adjustment = arrays
     row_decay, key_decay, sink, _ = adjustment or Adjustment()
     length = query.shape[2]
     size = -(-length // -(-length // score_settings.block_rows))
@@ -105,7 +105,7 @@ def attend_ring(
     inputs = RingInputs(of_rows, key, value, scale, bias, slopes, key_decay, sink)
     segments = visibility.row_segments
     rows = RowPositions(
-        _cut(visibility.rows, size, 1),
+        _cut(visibility.row_positions, size, 1),
         None if segments is None else _cut(segments, size, 1),
     )
     inputs, rows, visibility = vary_alike((inputs, rows, visibility))
@@ -120,15 +120,17 @@ def attend_ring(
     return output.astype(score_settings.dtypes[1])
 
 
-def _without_hidden(operands: Operands) -> Operands:
+def _without_hidden(arrays: ScoreArrays) -> ScoreArrays:
     """Set the keys and values of this device that the mask hides to 0."""
-    visibility, (key, value) = operands.visibility, operands[1:3]
-    mask = part(visibility.mask, 3, start=visibility.rows[0, 0], size=key.shape[2])
+    visibility, (key, value) = arrays.visibility, arrays[1:3]
+    mask = part(
+        visibility.mask, 3, start=visibility.row_positions[0, 0], size=key.shape[2]
+    )
     if mask is None:
-        return operands
+        return arrays
     visible = mask.any(axis=(1, 2))[:, None, :, None]
     key, value = (jnp.where(visible, x, 0) for x in (key, value))
-    return operands._replace(key=key, value=value)
+    return arrays._replace(key=key, value=value)
 
 
 def _cut(x: Array, size: int, axis: int) -> Array:
@@ -264,7 +266,9 @@ def _visibility_of_source(
     """Return the visibility of rows and keys of device `source`, and `source`."""
     length = inputs.key.shape[2]
     keys = partial(part, start=source * length, size=length)
-    visibility = replace(visibility, rows=rows.position, row_segments=rows.segments)
+    visibility = replace(
+        visibility, row_positions=rows.position, row_segments=rows.segments
+    )
     return visibility.map_keys(keys), source
 
 
@@ -277,7 +281,7 @@ def _scores(settings: RingSettings, inputs: RingInputs, of_source: tuple) -> Arr
     visibility, source = of_source
     length = inputs.key.shape[2]
     cut = partial(part, axis=3, start=source * length, size=length)
-    operands = Operands(
+    arrays = ScoreArrays(
         inputs.rows.query,
         inputs.key,
         inputs.value,
@@ -289,7 +293,7 @@ def _scores(settings: RingSettings, inputs: RingInputs, of_source: tuple) -> Arr
         Adjustment(inputs.rows.decay, cut(inputs.decay)),
     )
     visible = visibility.pairs()
-    scores = scored(settings.score_settings, operands, visible)
+    scores = scored(settings.score_settings, arrays, visible)
     return scores if visible is None else jnp.where(visible, scores, -jnp.inf)
 
 
@@ -314,12 +318,12 @@ def _finite(running_max: Array) -> Array:
     return jnp.where(jnp.isneginf(running_max), 0, running_max)
 
 
-def _check(score_settings: ScoreSettings, operands: Operands) -> None:
+def _check(score_settings: ScoreSettings, arrays: ScoreArrays) -> None:
     """Refuse masks and biases that differ by row, and options that the ring lacks."""
-    visibility, bias = operands.visibility, operands.bias
+    visibility, bias = arrays.visibility, arrays.bias
     for name, pairs in (("bias", bias), ("mask", visibility.mask)):
         if pairs is not None and pairs.shape[2] > 1:
-            batch, heads, _, _ = operands.query.shape
+            batch, heads, _, _ = arrays.query.shape
             raise ValueError(
                 f"implementation 'ring': a {name} must be the same for all rows, "
                 f"broadcast to {(batch, heads, 1, visibility.length)}, got "

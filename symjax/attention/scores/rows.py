@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.core import lengths
 from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
+from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
@@ -38,7 +38,9 @@ FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two exten
 
 
 @on_any_mesh("settings", specs=rows_spec)
-def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B N T V"]:
+def attend_rows(
+    settings: ScoreSettings, arrays: ScoreArrays
+) -> Float[Array, "B N T V"]:
     """Return the values summed by row weights, computed in blocks of query rows.
 
     With `lam`, query heads form groups: r = settings.signals signal heads, then their
@@ -48,21 +50,21 @@ def attend_rows(settings: ScoreSettings, operands: Operands) -> Float[Array, "B 
     `FEW_KEYS` keys, and 9/16 with more. Memory O(T + S) and one block of scores; O(T S)
     with `settings.whole`. Rows that see no key are zero.
     """
-    batch, _, time, _ = operands.query.shape
+    batch, _, time, _ = arrays.query.shape
     if settings.whole or time == 1:
-        return _block(settings, operands, 0, size=time)
+        return _block(settings, arrays, 0, size=time)
     if time > settings.block_rows:
-        operands = widened(operands)
+        arrays = widened(arrays)
     blocks = partial(_blocks, settings, rows=min(time, settings.block_rows))
     return by_platform(
-        operands,
+        arrays,
         cpu=partial(_example_by_example, settings),
         default=_checkpoint(blocks),
     )
 
 
 def _example_by_example(
-    settings: ScoreSettings, operands: Operands
+    settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:
     """Return all rows, one example after the other, so that blocks fit a CPU's cache.
 
@@ -70,18 +72,18 @@ def _example_by_example(
     whole arrays. The outer checkpoint saves keys and values once instead of once per
     extent.
     """
-    batch = operands.query.shape[0]
-    blocks = partial(_blocks, settings, rows=_rows_on_a_cpu(settings, operands))
+    batch = arrays.query.shape[0]
+    blocks = partial(_blocks, settings, rows=_rows_on_a_cpu(settings, arrays))
     if batch == 1:
-        return _checkpoint(blocks)(operands)
-    leaves, tree = jax.tree.flatten(operands.swapped())
+        return _checkpoint(blocks)(arrays)
+    leaves, tree = jax.tree.flatten(arrays.swapped())
     batched = [x.shape[:1] == (batch,) for x in leaves]
     examples = [x for x, has_batch in zip(leaves, batched, strict=True) if has_batch]
 
     def attend_example(example: list[Array]) -> Array:
-        arrays = iter(example)
+        remaining = iter(example)
         whole = [
-            next(arrays)[None] if has_batch else x
+            next(remaining)[None] if has_batch else x
             for x, has_batch in zip(leaves, batched, strict=True)
         ]
         return jnp.swapaxes(blocks(tree.unflatten(whole).swapped())[0], 0, 1)
@@ -89,22 +91,22 @@ def _example_by_example(
     return jnp.swapaxes(jax.lax.map(_checkpoint(attend_example), examples), 1, 2)
 
 
-def _rows_on_a_cpu(settings: ScoreSettings, operands: Operands) -> int:
+def _rows_on_a_cpu(settings: ScoreSettings, arrays: ScoreArrays) -> int:
     """Return the number of rows of a block, for blocks of about the same size.
 
     Products of 192 rows are faster on a CPU than those of 128. In a window with two
     bounds 128 rows are faster, because they see fewer keys.
     """
-    time, about = operands.query.shape[2], settings.block_rows
-    if None in operands.visibility.window:
+    time, about = arrays.query.shape[2], settings.block_rows
+    if None in arrays.visibility.window:
         about = about * 3 // 2
     count = max(1, round(time / about))
-    if _two_suffice(settings, operands):
+    if _two_suffice(settings, arrays):
         count = min(count, 2)
     return -(-time // count)
 
 
-def _two_suffice(settings: ScoreSettings, operands: Operands) -> bool:
+def _two_suffice(settings: ScoreSettings, arrays: ScoreArrays) -> bool:
     """Return whether keys are few and only one side of the window has a bound.
 
     Causal attention has such a window. Then two blocks or extents are enough. With two
@@ -112,19 +114,19 @@ def _two_suffice(settings: ScoreSettings, operands: Operands) -> bool:
     faster: for a TPU v5e the gradient of sparsemax with 1,024 keys takes 12 seconds of
     processor time with two extents, and 39 with eight.
     """
-    window = operands.visibility.window
-    few = operands.key.shape[2] <= settings.few_keys
+    window = arrays.visibility.window
+    few = arrays.key.shape[2] <= settings.few_keys
     return few and None in window and window != (None, None)
 
 
 def _checkpoint(function: Callable, **options: Any) -> Callable:
-    """Apply `jax.checkpoint`, saving the operands and the arrays named KEPT."""
+    """Apply `jax.checkpoint`, saving the arrays and the arrays named KEPT."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     return jax.checkpoint(function, policy=policy, **options)
 
 
-def widened(operands: Operands) -> Operands:
-    """Return the operands with keys and values in float32 at least.
+def widened(arrays: ScoreArrays) -> ScoreArrays:
+    """Return the arrays with keys and values in float32 at least.
 
     A bias that all rows share is converted too. The gradients of the blocks are then
     added in float32. Each block rounds keys and values back to their own types.
@@ -133,13 +135,13 @@ def widened(operands: Operands) -> Operands:
     def wide(x: Array) -> Array:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    operands = operands._replace(key=wide(operands.key), value=wide(operands.value))
-    if operands.bias is not None and operands.bias.shape[2] == 1:
-        operands = operands._replace(bias=wide(operands.bias))
-    return operands
+    arrays = arrays._replace(key=wide(arrays.key), value=wide(arrays.value))
+    if arrays.bias is not None and arrays.bias.shape[2] == 1:
+        arrays = arrays._replace(bias=wide(arrays.bias))
+    return arrays
 
 
-def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
+def _blocks(settings: ScoreSettings, arrays: ScoreArrays, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
     Consecutive blocks form an extent and take the same keys: those that any of their
@@ -147,19 +149,19 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
     most `settings.extents` extents, and at most two if `_two_suffice`. There is one if
     the window has no bound, or if the position of row 0 is known only at run time.
     """
-    time = operands.query.shape[2]
+    time = arrays.query.shape[2]
     count = -(-time // rows)
-    window = operands.visibility.window
+    window = arrays.visibility.window
     cuts_keys = window != (None, None) and settings.offset is not None
     extents = settings.extents
-    if _two_suffice(settings, operands):
+    if _two_suffice(settings, arrays):
         extents = min(extents, 2)
     per_extent = -(-count // extents) if cuts_keys else count
     outputs = []
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
-        begin, end = _seen(settings, operands, start, stop)
-        extent = operands.map_rows(partial(part, start=start, size=stop - start))
+        begin, end = _seen(settings, arrays, start, stop)
+        extent = arrays.map_rows(partial(part, start=start, size=stop - start))
         extent = extent.map_keys(partial(part, start=begin, size=end - begin))
         if outputs:  # XLA must not run extents at once: that takes 1.4× the memory
             extent, outputs[-1] = jax.lax.optimization_barrier((extent, outputs[-1]))
@@ -184,10 +186,10 @@ def _blocks(settings: ScoreSettings, operands: Operands, rows: int) -> Array:
 
 
 def _seen(
-    settings: ScoreSettings, operands: Operands, start: int, stop: int
+    settings: ScoreSettings, arrays: ScoreArrays, start: int, stop: int
 ) -> tuple[int, int]:
     """Return the range of keys that rows `start` to `stop` − 1 see, by the window."""
-    keys, (left, right) = operands.key.shape[2], operands.visibility.window
+    keys, (left, right) = arrays.key.shape[2], arrays.visibility.window
     begin, end = 0, keys
     if settings.offset is not None and left is not None:
         begin = min(max(0, start + settings.offset - left), keys - 1)
@@ -197,15 +199,15 @@ def _seen(
 
 
 def _block(
-    settings: ScoreSettings, operands: Operands, start: int | Array, *, size: int
+    settings: ScoreSettings, arrays: ScoreArrays, start: int | Array, *, size: int
 ) -> Array:
-    """Return `size` rows from `start` on, computed from all keys of the operands."""
-    operands = operands.map_rows(partial(part, start=start, size=size))
-    lam, dtype = operands.lam, settings.dtypes[1]
+    """Return `size` rows from `start` on, computed from all keys of the arrays."""
+    arrays = arrays.map_rows(partial(part, start=start, size=size))
+    lam, dtype = arrays.lam, settings.dtypes[1]
     signals = settings.signals
-    branches = [operands]
+    branches = [arrays]
     if lam is not None:
-        branches = [operands.branch(index, signals) for index in range(2)]
+        branches = [arrays.branch(index, signals) for index in range(2)]
     maps = []  # one map per branch: XLA would copy a map of both to split it
     for branch in branches:
         visible = branch.visibility.pairs()
@@ -227,7 +229,7 @@ def _block(
         exact = jax.lax.Precision.HIGHEST
         subtracted = jnp.einsum("bgrt,bgts->bgrts", factor, second, precision=exact)
         weights = weights - subtracted.reshape(weights.shape)
-    value = operands.value.astype(dtype)
+    value = arrays.value.astype(dtype)
     if divisor is None:
         return weighted_sum(weights, value).astype(dtype)
     return _averaged(weights, divisor, value).astype(dtype)
@@ -259,7 +261,7 @@ def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 def scored(
     settings: ScoreSettings,
-    operands: Operands,
+    arrays: ScoreArrays,
     visible: Bool[Array, "#B #N t s"] | None,
 ) -> Float[Array, "B N t s"]:
     """Return the scores of all pairs of a row and a key, also of hidden ones.
@@ -267,7 +269,7 @@ def scored(
     Args:
         visible: the pairs in which the row sees the key. Laws of length count them.
     """
-    query, key, value, bias, slopes, _, scale, visibility, adjustment = operands
+    query, key, value, bias, slopes, _, scale, visibility, adjustment = arrays
     wide = jnp.promote_types(jnp.result_type(query, *settings.dtypes), jnp.float32)
     batch, heads, time, size = query.shape
     # The noise branch may have fewer key heads than there are value heads.
@@ -287,7 +289,7 @@ def scored(
     if settings.length_scale == "distance":
         factor, shift = lengths.distance_scale(visibility.distance(), wide)
         scores = scores * factor + shift
-    elif (factor := _factor(settings, operands, visible)) is not None:
+    elif (factor := _factor(settings, arrays, visible)) is not None:
         scores *= factor.astype(wide)
     if bias is not None:
         scores += bias.astype(wide)
@@ -302,15 +304,15 @@ def scored(
 
 def _factor(
     settings: ScoreSettings,
-    operands: Operands,
+    arrays: ScoreArrays,
     visible: Bool[Array, "#B #N t s"] | None,
 ) -> Array | None:
     """Return the factor of each row by the number of its keys; None means 1."""
     base = settings.length_base
     if settings.length_scale is None and base is None:
         return None
-    count = operands.visibility.count(visible)
-    adjustment = operands.adjustment
+    count = arrays.visibility.count(visible)
+    adjustment = arrays.adjustment
     if adjustment is not None and adjustment.length is not None:
         return lengths.adaptive_scale(count, *adjustment.length)
     if base is not None:
@@ -320,7 +322,7 @@ def _factor(
 
 def row_weights(
     settings: ScoreSettings,
-    operands: Operands,
+    arrays: ScoreArrays,
     scores: Float[Array, "B N t s"],
     visible: Bool[Array, "#B #N t s"] | None,
 ) -> Array | tuple[Array, Array]:
@@ -329,7 +331,7 @@ def row_weights(
     A sink is one more key that every row sees. It has no value, so its weight is left
     out of the result.
     """
-    adjustment = operands.adjustment
+    adjustment = arrays.adjustment
     if adjustment is None or adjustment.sink is None:
         return settings.weights(scores, visible)
     sink = adjustment.sink.astype(scores.dtype)

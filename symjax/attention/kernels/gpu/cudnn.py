@@ -28,7 +28,7 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
+from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
@@ -44,9 +44,9 @@ class CudnnSoftmax(NamedTuple):
 
     settings: ScoreSettings
 
-    def refusal(self, operands: Operands) -> str | None:
+    def refusal(self, arrays: ScoreArrays) -> str | None:
         """Return why cuDNN does not support a call; None if it does."""
-        query, key, value, bias, slopes, _, _, visibility, adjustment = operands
+        query, key, value, bias, slopes, _, _, visibility, adjustment = arrays
         settings = self.settings
         dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
@@ -76,28 +76,28 @@ class CudnnSoftmax(NamedTuple):
             )
         try:  # trace a gradient too, since cuDNN supports fewer sizes in training
             attend = partial(_both_maps, settings, visibility)
-            jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[0], *operands[:3])
+            jax.eval_shape(lambda *x: jax.vjp(attend, *x)[0], *arrays[:3])
         except RuntimeError as error:  # the size is unsupported, or cuDNN is missing
             if not isinstance(error, NotImplementedError) and "cuDNN" not in str(error):
                 raise
             return str(error).splitlines()[0]
         return None
 
-    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend_cudnn(self.settings, operands)
+    def attend(self, arrays: ScoreArrays, _: Any) -> Float[Array, "B N T V"]:
+        return _attend_cudnn(self.settings, arrays)
 
 
 @on_any_mesh("settings", specs=rows_spec, inline=True)
 def _attend_cudnn(
-    settings: ScoreSettings, operands: Operands
+    settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for softmax."""
-    lam = operands.lam
-    output = _both_maps(settings, operands.visibility, *operands[:3])
+    lam = arrays.lam
+    output = _both_maps(settings, arrays.visibility, *arrays[:3])
     if lam is not None:
         pairs = output.astype(lam.dtype)
         output = pairs[:, 0::2] - lam[..., None] * pairs[:, 1::2]
-    return output.astype(operands.value.dtype)
+    return output.astype(arrays.value.dtype)
 
 
 def _both_maps(

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import on_hopper
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
+from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
 from symjax.attention.core.visibility import Visibility
 from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
@@ -48,9 +48,9 @@ class GpuDifferential(NamedTuple):
     settings: ScoreSettings
     interpret: Any = None
 
-    def refusal(self, operands: Operands) -> str | None:
+    def refusal(self, arrays: ScoreArrays) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, key, value, bias, slopes, lam, _, visibility, adjustment = operands
+        query, key, value, bias, slopes, lam, _, visibility, adjustment = arrays
         settings = self.settings
         if not on_hopper():
             return "it needs a Hopper GPU, jax 0.11 or later, and jax_enable_x64 off"
@@ -101,20 +101,20 @@ class GpuDifferential(NamedTuple):
             )
         return None
 
-    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend_differential(self.interpret, self.settings, operands)
+    def attend(self, arrays: ScoreArrays, _: Any) -> Float[Array, "B N T V"]:
+        return _attend_differential(self.interpret, self.settings, arrays)
 
 
 @on_any_mesh("interpret", "settings", specs=rows_spec, inline=True)
 def _attend_differential(
-    interpret: Any, settings: ScoreSettings, operands: Operands
+    interpret: Any, settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for two softmax maps."""
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
     batch, length, heads, _ = query.shape
-    lam = jnp.broadcast_to(cast(Array, operands.lam), (batch, heads // 2, length))
-    intervals = _row_intervals(length, settings.offset or 0, operands.visibility)
-    static = interpret, settings.scale, operands.visibility.window[1] == 0
+    lam = jnp.broadcast_to(cast(Array, arrays.lam), (batch, heads // 2, length))
+    intervals = _row_intervals(length, settings.offset or 0, arrays.visibility)
+    static = interpret, settings.scale, arrays.visibility.window[1] == 0
     return jnp.swapaxes(differential(static, query, key, value, lam, intervals), 1, 2)
 
 

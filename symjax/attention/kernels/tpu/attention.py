@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import backend, on_tpu, split_by_xla
 from symjax.attention.core.meshes import on_any_mesh, varying
-from symjax.attention.core.operands import Operands, ScoreSettings, rows_spec
+from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
 from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
@@ -28,15 +28,15 @@ class TpuSoftmax(NamedTuple):
     settings: ScoreSettings
     interpret: Any = False
 
-    def refusal(self, operands: Operands) -> str | None:
+    def refusal(self, arrays: ScoreArrays) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, _, value, bias, slopes, _, _, known, adjustment = operands
+        query, _, value, bias, slopes, _, _, known, adjustment = arrays
         settings = self.settings
         if backend() == "tpu" and not on_tpu():
             return "it needs a TPU of v4 or later, and jax_enable_x64 off"
         if backend() == "tpu" and split_by_xla():
             return "XLA cannot split it over devices: call it in a jax.shard_map"
-        if backend() != "tpu" and varying(operands[:3]):
+        if backend() != "tpu" and varying(arrays[:3]):
             return "interpreted, it needs a jax.shard_map with check_vma=False"
         dtypes = {jnp.dtype(x).name for x in (query.dtype, *settings.dtypes)}
         if not dtypes <= {"bfloat16", "float32"}:
@@ -63,20 +63,20 @@ class TpuSoftmax(NamedTuple):
             )
         return None
 
-    def attend(self, operands: Operands, _: Any) -> Float[Array, "B N T V"]:
-        return _attend(self.interpret or backend() != "tpu", self.settings, operands)
+    def attend(self, arrays: ScoreArrays, _: Any) -> Float[Array, "B N T V"]:
+        return _attend(self.interpret or backend() != "tpu", self.settings, arrays)
 
 
 @on_any_mesh("interpret", "settings", specs=rows_spec)
 def _attend(
-    interpret: Any, settings: ScoreSettings, operands: Operands
+    interpret: Any, settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for softmax."""
-    known, lam = operands.visibility, operands.lam
+    known, lam = arrays.visibility, arrays.lam
     mask = known.mask
     if mask is not None:
         mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], known.length))
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in operands[:3])
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
     output = attend_in_tiles(
         query,
         key,
@@ -88,7 +88,7 @@ def _attend(
         mask_self=known.mask_self,
         runs=known.key_segments,
         length_base=settings.length_base,
-        first=known.rows[0, 0] if settings.offset is None else settings.offset,
+        first=known.row_positions[0, 0] if settings.offset is None else settings.offset,
         interpret=interpret,
     )
     return jnp.swapaxes(output, 1, 2)

@@ -18,7 +18,7 @@ import symjax
 from symjax import config, imports, layers, validation
 from symjax.attention import MECHANISMS
 from symjax.distributed.exit_codes import run_and_exit
-from symjax.models.build import build, parts
+from symjax.models.build import build, weights_and_constants
 from symjax.models.convert import changes, convert
 from symjax.programs import compare, harness
 from symjax.programs.commandline import help_text, parse
@@ -202,8 +202,8 @@ def test_a_pattern_gives_each_mechanism_its_options(softcap):
         built = build(model, rngs=nnx.Rngs(0))
         assert built(jnp.zeros((1, 8), int)).shape == (1, 8, 9)
         plain = dataclasses.replace(model, attention=config.Attention(), pattern=())
-        weights = convert(parts(built)[0], model, plain)
-    assert weights.keys() == parts(built)[0].keys()
+        weights = convert(weights_and_constants(built)[0], model, plain)
+    assert weights.keys() == weights_and_constants(built)[0].keys()
 
 
 def test_weights_of_a_decay_of_users_are_converted(tmp_path):
@@ -212,7 +212,7 @@ def test_weights_of_a_decay_of_users_are_converted(tmp_path):
     chosen = config.Attention(mechanism="leaky", decay="sigmoid")
     model = config.Model(width=16, heads=2, depth=1, vocabulary=9, attention=chosen)
     with imports.using(str(tmp_path / "leaky.py")):
-        weights, _ = parts(build(model, rngs=nnx.Rngs(0)))
+        weights, _ = weights_and_constants(build(model, rngs=nnx.Rngs(0)))
         assert weights["blocks"][0]["attention"]["decay"]["up"]["bias"].shape == (2,)
         both = dataclasses.replace(chosen, differential="v1")
         target = dataclasses.replace(model, attention=both)

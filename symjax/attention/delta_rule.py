@@ -62,10 +62,11 @@ class DeltaRule:
     """Recurrence of the delta rule.
 
     The operands are β [B K T], then erase gates b [B K T H] if given, then the
-    log-decay. A log-decay that all tokens share is `parameters` instead.
+    log-decay. A log-decay that all tokens share may be `parameters` instead
+    (`shared_or_per_token`).
 
-    Token t adds k_t u_tᵀ to the state. Its change u_t depends on the changes of the
-    tokens before it. Let S be the state before the chunk, E_t the decay of S until
+    Token t adds k_t u_tᵀ to the state. The change u_t of token t depends on those of
+    the tokens before it. Let S be the state before the chunk, E_t the decay of S until
     token t, and E_ts the decay between tokens s and t: numbers, or diagonal matrices
     for a decay per channel. The eraser e_t is b_t ⊙ k_t with
     erase gates, and k_t without them. Then
@@ -106,12 +107,12 @@ class DeltaRule:
     def advance(
         self, state: DeltaState, prepared: Prepared
     ) -> tuple[DeltaState, Float[Array, "B T K G V"]]:
-        chunk, readers, (since, until, through, pairs) = prepared
+        chunk, readers, (since, until, through, scores) = prepared
         product, _, key, value = product_and_arrays(chunk)
         sums = state.sums
         held = product("bkgth,bkhv->bkgtv", times_decay(readers, since), sums)
-        change = _changes(chunk, pairs, value - held[:, :, -1])
-        inside = product("bkgts,bksv->bkgtv", pairs[:, :, :-1], change)
+        change = _changes(chunk, scores, value - held[:, :, -1])
+        inside = product("bkgts,bksv->bkgtv", scores[:, :, :-1], change)
         written = product("bksh,bksv->bkhv", times_decay(key, until), change)
         decayed = sums * jnp.exp(through)[..., None]
         return DeltaState(decayed + written), time_first(held[:, :, :-1] + inside)
@@ -121,12 +122,12 @@ class DeltaRule:
 
         One triangular solve has two right sides: values for S₀, erasers for M.
         """
-        chunk, _, (since, until, through, pairs) = prepared
+        chunk, _, (since, until, through, scores) = prepared
         product, _, key, value = product_and_arrays(chunk)
         size = value.shape[-1]
         reading = times_decay(self._eraser(chunk, key), since)
         right_sides = jnp.concatenate([value, -reading], axis=-1)
-        changes = _changes(chunk, pairs, right_sides)
+        changes = _changes(chunk, scores, right_sides)
         written = product("bksh,bksv->bkhv", times_decay(key, until), changes)
         decay = jnp.eye(key.shape[-1], dtype=key.dtype)[None, None]
         decay = decay * jnp.exp(through)[..., None]
@@ -148,16 +149,17 @@ class DeltaRule:
 
 
 def _changes(
-    chunk: Chunk, pairs: Float[Array, "B K G+1 T T"], missing: Float[Array, "B K T V"]
+    chunk: Chunk, scores: Float[Array, "B K G+1 T T"], missing: Float[Array, "B K T V"]
 ) -> Float[Array, "B K T V"]:
-    """Return the u that solve u_t = β_t (missing_t − Σ_{s<t} pairs_ts u_s).
+    """Return the u that solve u_t = β_t (missing_t − Σ_{s<t} scores_ts u_s).
 
     Args:
-        pairs: decayed products with the keys; the last of G + 1 heads is e_t·k_s E_ts.
+        scores: decayed products with the keys. The last of the G + 1 heads, which this
+            function reads, is e_t·k_s E_ts.
     """
     beta = chunk.operands[0].astype(missing.dtype)
     return solve_unit_lower(
-        einsum("bkt,bkts->bkts", beta, pairs[:, :, -1]),
+        einsum("bkt,bkts->bkts", beta, scores[:, :, -1]),
         einsum("bkt,bktv->bktv", beta, missing),
         products(*chunk[:3], cancel=True),
     )
@@ -300,8 +302,8 @@ def _operands(
 ) -> tuple[Array | None, tuple[Array, ...]]:
     """Return the log-decay that all tokens share, or None, and the operands per token.
 
-    The operands are β, the erase gates if given, and the log-decay if tokens do not
-    share it.
+    The operands are β, the erase gates if given, and the log-decay unless
+    `shared_or_per_token` returns it as shared.
 
     Raises:
         ValueError: β, the erase gates or the decays do not fit the keys.

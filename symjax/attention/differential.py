@@ -84,10 +84,10 @@ def differential(
 ):
     """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
-    Branch 1 of output head n is query head 2n, and branch 2 is query head 2n + 1. The
-    2K key heads have the same order. If K < N, several output heads share a value head
-    and its two key heads. The norm over each head and the factor 1 − λ_init belong to
-    the layer (`symjax.layers.attention`).
+    The annotations are for `signals` = 1. Then branch 1 of output head n is query head
+    2n, and branch 2 is query head 2n + 1. The 2K key heads have the same order. If K <
+    N, several output heads share a value head and its two key heads. The norm over each
+    head and the factor 1 − λ_init belong to the layer (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):

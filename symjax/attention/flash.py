@@ -112,7 +112,7 @@ def flash_causal(
         mask: as in `flash`. Hidden tokens after the last visible token of an example
             are padding: the state does not count them.
         state: from `flash_state`, `flash_step` or an earlier call, with the same group
-            size. Its last segment continues with the first run of `segment_ids`.
+            size. Its tokens are in the same segment as the first token of this call.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each
             device passes its part of every array, which must be whole groups. Devices
             exchange their sums.

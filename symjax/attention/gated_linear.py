@@ -66,11 +66,12 @@ class DecayState(NamedTuple):
 class Decayed:
     """Recurrence S_t = exp(g_t) S_{t−1} + k_t v_tᵀ.
 
-    If all tokens have the same log-decay g, g is passed as `parameters`; otherwise as
-    an operand with an entry per token.
+    The log-decay g is passed as `parameters` if `shared_or_per_token` finds that all
+    tokens share it, otherwise as an operand with an entry per token.
 
     Attributes:
         by_channel: whether g has a number per channel of the keys, not one per head.
+            Only `schedule` reads it, and a step of one token needs no schedule.
     """
 
     kernel = "decay"

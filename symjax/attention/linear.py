@@ -110,8 +110,8 @@ def linear_causal(
     bfloat16 arrays and multiply in TF32. Kernels have no forward-mode derivative.
 
     Args:
-        state: from `linear_state`, `linear_step` or an earlier call. Its last segment
-            continues with the first run of `segment_ids`.
+        state: from `linear_state`, `linear_step` or an earlier call. Its tokens are in
+            the same segment as the first token of this call.
         chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
         segment_ids: the sums begin again at zero where the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each

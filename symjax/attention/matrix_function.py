@@ -28,7 +28,7 @@ from symjax.attention.core.arguments import (
     check_number,
     shown,
 )
-from symjax.attention.core.meshes import on_any_mesh, rows_alone
+from symjax.attention.core.meshes import on_any_mesh, spec_of_rows
 from symjax.attention.core.products import einsum, over, over_root
 
 # Constants of `_exponential`, which makes it exact to rounding for eigenvalues above
@@ -102,7 +102,7 @@ class SpectralOperands(NamedTuple):
     mask: Bool[Array, "B 1 1 T"] | None
 
 
-@on_any_mesh("name", "normalise", specs=rows_alone)
+@on_any_mesh("name", "normalise", specs=spec_of_rows)
 def _rows(
     name: str | None, normalise: str, operands: SpectralOperands
 ) -> Float[Array, "B T N V"]:

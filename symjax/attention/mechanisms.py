@@ -119,7 +119,7 @@ class Mechanism(NamedTuple):
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
-# Entry of a score mechanism without kernels; `_replace` changes what differs.
+# What entries of score mechanisms have in common; `_replace` sets what differs.
 SCORED = Mechanism(
     softmax,
     options=(

@@ -58,8 +58,10 @@ def performer(
     hyperbolic     positive features of w and −w: twice as many, less variance
     trigonometric  φ(x) = exp(|x'|²/2) [cos w·x', sin w·x'], good for small x only;
                    weights may be negative, and a denominator may be near zero
-    favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2); a reduces variance
-    favor#         as favor++, with one a for each principal direction of a sample
+    favor++        φ(x) = exp(a |w|² + √(1 − 4a) w·x' − |x'|²/2); `favor_statistics`
+                   chooses the number a that gives the least variance
+    favor#         as favor++, with one a for each principal direction of queries and
+                   keys
     relu           φ(x) = relu(w·x'), which does not estimate softmax
     slay           features of x / |x|, whose products estimate a function of the
                    cosine of query and key (`symjax.attention.slay`)
@@ -129,8 +131,8 @@ def performer_causal(
 
     Args:
         state: from `performer_state`, `performer_step` or an earlier call, made with
-            the same projection, features, scale and statistics. Its last segment
-            continues with the first run of `segment_ids`.
+            the same projection, features, scale and statistics. Its tokens are in the
+            same segment as the first token of this call.
         chunk_size: tokens per chunk; accelerators round it up to a multiple of 128.
         segment_ids: the sums begin again at zero where the id changes.
         axis_name: in a `jax.shard_map`, the mesh axis that time is split over; each

@@ -102,9 +102,9 @@ class Checkpoints:
         caller may donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
-        checkpoints are unharmed, and the next call of `wait` raises the error. If
-        `save` is called before `wait`, a run of one process only prints the error, and
-        a run of several processes raises it.
+        checkpoints are unharmed, and the next call of `wait` raises the error. If the
+        next call is another `save`, it only prints the error in a run of one process,
+        and raises it in a run of several.
 
         If the last `restore` restored an older checkpoint than the newest, for instance
         because the newest is damaged, the checkpoints after the restored one are

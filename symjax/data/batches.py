@@ -169,13 +169,13 @@ def training_windows(
 
     The text is cut into windows of length + 1 tokens, which begin `length` tokens
     apart. An epoch shows every window once, in a pseudo-random order. Each epoch has
-    another order and another shift of the cuts. A batch may begin in one epoch and end
+    its own order, and its own shift of the cuts. A batch may begin in one epoch and end
     in the next. Every token is a target once per epoch, with two exceptions:
 
     - tokens at the two ends of the text (or of each source of a mixture, or of each
       shard of a stream), together at most two windows of them;
-    - the first token of each document, if documents are separate and share no
-      separator.
+    - the first token of each document, if documents are separate and no separator
+      token belongs to two of them (`shared` is False).
 
     Args:
         numbers: int64 [B], counted from the first row of the first step.
@@ -273,9 +273,9 @@ def heldout_windows(
     """Return inputs, targets and weights of rows of a held-out text.
 
     Windows are cut as in training, without shuffling or shift. Every token is a target
-    once, except the first token of the text. If documents are separate and share no
-    separator, the first token of each document is no target either. Weights (float32)
-    are 0 after the end of the text and where there is no target, else 1.
+    once, except the first token of the text. If documents are separate and `shared` is
+    False, the first token of each document is no target either. Weights (float32) are 0
+    after the end of the text and where there is no target, else 1.
 
     Args:
         ends, shared: as in `training_windows`.

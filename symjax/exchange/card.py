@@ -9,7 +9,7 @@ import jax
 from symjax.checkpoints.checksum import checksum_of
 from symjax.data.subwords import SubwordTokenizer
 from symjax.exchange.loaded import Loaded
-from symjax.models.build import parts
+from symjax.models.build import weights_and_constants
 from symjax.storage import resolve_url, store_errors
 
 SHOWN = ("loss", "perplexity", "bits_per_byte", "accuracy")
@@ -61,7 +61,7 @@ def to_card(loaded: Loaded, reason: str, results: dict[str, Any]) -> str:
         ValueError: the results were measured on other weights.
     """
     model, source = loaded.config.model, loaded.config.data.source
-    params, _ = parts(loaded.model)
+    params, _ = weights_and_constants(loaded.model)
     count = sum(x.size for x in jax.tree.leaves(params))
     if results:
         about = {"step": loaded.step, "ema": loaded.ema, "parameters": count}

@@ -23,7 +23,7 @@ from symjax.data.tokens import Tokenizer
 from symjax.exchange.continued import row_keys, texts
 from symjax.exchange.scores import text_losses
 from symjax.imports import Words, using
-from symjax.models.build import Model, decoder_of, merged, parts
+from symjax.models.build import Model, decoder_of, merged, weights_and_constants
 from symjax.models.generate import whole
 from symjax.training.saved import read_run
 
@@ -68,7 +68,9 @@ class Loaded:
     def __repr__(self) -> str:
         """Return a few lines: sizes, attention, tokenizer and step, but no arrays."""
         options, names = self.config.model, ", ".join(map(repr, self.labels[:4]))
-        weights = sum(x.size for x in jax.tree.leaves(parts(self.model)[0]))
+        weights = sum(
+            x.size for x in jax.tree.leaves(weights_and_constants(self.model)[0])
+        )
         rows = {
             "model": f"{options.kind}, {weights:,} parameters, {options.depth} layers "
             f"of width {options.width}, {options.heads} heads, {options.length} tokens",

@@ -21,7 +21,7 @@ from symjax.distributed.launch import is_process_zero
 from symjax.exchange.card import no_tokenizer, read_results, to_card
 from symjax.exchange.loaded import Loaded
 from symjax.imports import Words, to_store, using
-from symjax.models.build import merged, parts
+from symjax.models.build import merged, weights_and_constants
 from symjax.models.huggingface.files import (
     INDEX,
     SHARD,
@@ -243,7 +243,7 @@ def _contents(loaded: Loaded, format: str) -> tuple[dict, dict, str]:
     reason = "format='symjax' was asked for"
     if format != "symjax":
         try:
-            params, _ = parts(loaded.model)
+            params, _ = weights_and_constants(loaded.model)
             return *as_family(loaded.config.model, params), ""
         except ValueError as error:
             if format == "transformers":

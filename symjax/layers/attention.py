@@ -87,8 +87,8 @@ class Attention(nnx.Module):
         ValueError: choices that exclude each other, naming both.
     """
 
-    # Attributes with another value in each layer: `symjax.models.scanned`, which runs
-    # all layers in one loop, passes them as arrays.
+    # Attributes whose value differs from layer to layer. `symjax.models.scanned`, which
+    # runs all layers in one loop, passes them as arrays.
     BY_DEPTH = ("lambda_initial",)
 
     def __init__(self, options: config.Model, depth: int, *, rngs: nnx.Rngs):

@@ -48,8 +48,8 @@ class Mixer:
         keys_from_values: whether a cache holds values alone, from which keys are made
             (model.attention.symmetric kv or qkv).
         causal: whether tokens see only earlier tokens and themselves.
-        signals: number of heads that share a noise map, which differential V1 subtracts
-            from the signal map of each of them. 1 unless differential is v1.
+        signals: number of heads of differential V1 that subtract the same noise map;
+            otherwise 1.
     """
 
     mechanism: str

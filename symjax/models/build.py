@@ -32,7 +32,7 @@ def merged(options: config.Model, params: Any, constants: Any) -> Model:
     return nnx.merge(nnx.graphdef(abstract(options)), params, constants)
 
 
-def parts(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
+def weights_and_constants(model: Model) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's arrays as two nested dicts: (weights, constants)."""
     params, constants = (nnx.state(model, x) for x in (nnx.Param, Constant))
     return nnx.to_pure_dict(params), nnx.to_pure_dict(constants)

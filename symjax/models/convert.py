@@ -19,7 +19,7 @@ from symjax.layers.parts.features import diagonal_blocks
 from symjax.layers.parts.part import repeat_heads
 from symjax.layers.parts.table import PARTS, part_of
 from symjax.layers.validate import sizes
-from symjax.models.build import build, parts
+from symjax.models.build import build, weights_and_constants
 
 # Beginnings of names of weights that start fresh if the source lacks them.
 FRESH = (
@@ -146,7 +146,7 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     """
     _check(source, target)
     _check_sizes(source, target)
-    fresh, _ = parts(build(target, rngs=nnx.Rngs(0)))
+    fresh, _ = weights_and_constants(build(target, rngs=nnx.Rngs(0)))
     converted = dict(params)
     converted["blocks"] = {
         depth: _block(block, source, target, config.mechanism_of(source, int(depth)))

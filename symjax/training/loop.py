@@ -331,7 +331,7 @@ def stop_waiting(
         interrupts.check()
     if pending is not None:
         report(context, done, pending)
-    context.checkpoints.settle()  # `done` may be in the save in the background
+    context.checkpoints.settle()  # checkpoint `done` may still be being written
     if done not in context.checkpoints.steps():
         save_checkpoint(context, state, None)
     raise interrupted(context, done, interrupts.received or signal.SIGTERM)

@@ -19,7 +19,7 @@ from symjax.data.store.folder import SPLITS
 from symjax.data.store.manifest import MANIFEST
 from symjax.data.tokens import from_description
 from symjax.distributed import processes
-from symjax.models.build import abstract, parts
+from symjax.models.build import abstract, weights_and_constants
 from symjax.storage import resolve
 from symjax.training.optimizer import average_of, optimizer
 from symjax.training.preflight import data_folder, saved_options, with_vocabulary
@@ -88,7 +88,10 @@ def read_run(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _model_and_examples(meta, workdir)
-        (params, constants), moments = parts(abstract(options.model)), None
+        (params, constants), moments = (
+            weights_and_constants(abstract(options.model)),
+            None,
+        )
         if ema:
             check_average(options, workdir)
             transform = optimizer(options.optimizer, options.steps, params)

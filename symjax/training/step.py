@@ -21,7 +21,7 @@ from jaxtyping import Array
 from symjax import config
 from symjax.data.documents import SegmentedTokens
 from symjax.layers.sharded import constrain
-from symjax.models.build import abstract, build, parts
+from symjax.models.build import abstract, build, weights_and_constants
 from symjax.training import sharding
 from symjax.training.loss import hidden_of, objective, target_count, token_losses
 from symjax.training.optimizer import Guarded, Stacks, optimizer
@@ -86,7 +86,8 @@ class Program(NamedTuple):
     def place(self, shape: tuple[int, int], rows: Callable) -> list[Any]:
         """Return the arrays of a batch, sharded over the mesh.
 
-        Each process makes only the rows that its devices hold.
+        The rows are read or made here. Each process does so only for the rows that its
+        devices hold.
 
         Args:
             shape: (rows, tokens of a row).
@@ -130,7 +131,7 @@ class Steps(NamedTuple):
     def initial(self, seed: Array) -> tuple[State, dict]:
         """Return the state and the constants of a new run."""
         rngs = nnx.Rngs(jax.random.key(seed))
-        params, constants = parts(build(self.options.model, rngs=rngs))
+        params, constants = weights_and_constants(build(self.options.model, rngs=rngs))
         moments = self.stacks.split(self.transform.init(self.stacks.stack(params)))
         return State(jnp.zeros((), jnp.int32), params, moments), constants
 
@@ -208,7 +209,7 @@ def compile_program(
     """
     sharding.check_batch(options, mesh)
     model = abstract(options.model)
-    params, constants = parts(model)
+    params, constants = weights_and_constants(model)
     stacks = Stacks(len(model.blocks), model.period)
     transform = optimizer(
         options.optimizer, config.scheduled_steps(options), stacks.first(params)

@@ -34,7 +34,7 @@ from symjax.data.documents import SegmentedTokens, tokens_of
 from symjax.layers.parts.table import part_of
 from symjax.layers.segments import segments_of
 from symjax.models.attention_maps import map_of, operands_of
-from symjax.models.build import abstract, attentions, parts
+from symjax.models.build import abstract, attentions, weights_and_constants
 from symjax.training.optimizer import Guarded, Stacks, optimizer, with_averages
 from symjax.training.sharding import compiler_options
 from symjax.training.step import TRANSFER_ERROR, Program, State, accumulated
@@ -136,7 +136,9 @@ def teacher_of(source: config.Model, target: config.Model, match: str) -> config
             )
     if match == "maps":
         _check_maps(target)
-    there, wanted = (set(_paths(parts(abstract(x))[0])) for x in (teacher, target))
+    there, wanted = (
+        set(_paths(weights_and_constants(abstract(x))[0])) for x in (teacher, target)
+    )
     if there - wanted:
         raise ValueError(
             f"transfer.match: this model has no place for {min(there - wanted)} of "
@@ -217,7 +219,7 @@ class TransferSteps(NamedTuple):
         """
         student = nnx.merge(self.program.graph, _overlaid(params, new), constants)
         model = abstract(self.teacher)
-        weights = _entries_in(params, parts(model)[0])
+        weights = _entries_in(params, weights_and_constants(model)[0])
         teacher = nnx.merge(nnx.graphdef(model), weights, {})
         segments, options = None, {}
         if isinstance(inputs, SegmentedTokens):
@@ -239,7 +241,7 @@ class TransferSteps(NamedTuple):
     def train(self, state: State, constants, inputs, targets, key):
         """Return the state after one step, and the metrics of the step."""
         options, steps = self.options.optimizer, self.options.transfer.steps
-        shared = set(_paths(parts(abstract(self.teacher))[0]))
+        shared = set(_paths(weights_and_constants(abstract(self.teacher))[0]))
         new = {x: y for x, y in _paths(state.params).items() if x not in shared}
         value_and_grad = jax.value_and_grad(self.errors, has_aux=True)
 
@@ -283,7 +285,7 @@ def compiled_transfer(
     """Return the jitted step of the transfer, with the arguments of `Program.train`."""
     model = abstract(program.model)
     stacks = Stacks(len(model.blocks), model.period)
-    first = stacks.first(parts(model)[0])
+    first = stacks.first(weights_and_constants(model)[0])
     rate = options.transfer.learning_rate
     constant = dataclasses.replace(
         options.optimizer, learning_rate=rate, schedule="constant_schedule"

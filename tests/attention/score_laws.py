@@ -170,7 +170,7 @@ GROUPED = DIFFERENTIAL._replace(
 SPARSE = Scored(attention.sparsemax, oracles.sparsemax, _pairs, 3)
 FORGETTING = Scored(forgetting, oracles.forgetting, _gated, 4)
 SINK = Scored(_with_sink, oracles.with_sink, _with_sinks, 3)
-SCORED = {
+DEFINITIONS = {
     "softmax": SOFTMAX,
     "sparsemax": SPARSE,
     "entmax15": SPARSE._replace(attend=attention.entmax15, definition=oracles.entmax15),
@@ -465,15 +465,15 @@ def vmap_and_checkpoint_change_nothing(scored):
     every_close((output, *gradients), (wanted[0], *wanted[1]), 1e-12)
 
 
-MECHANISMS = [name for name, scored in SCORED.items() if scored.shapes is _pairs]
+MECHANISMS = [name for name, scored in DEFINITIONS.items() if scored.shapes is _pairs]
 ADJUSTED = "forgetting", "sink"
 LENGTHS = "by_distance", "adaptive_entmax15"
 KINDS = *MECHANISMS, "pairwise", "differential", *ADJUSTED
 KEYED = *MECHANISMS, "differential", "differential_outputs", *ADJUSTED
 ENGINE = *MECHANISMS, "differential", *ADJUSTED
 LAWS = {
-    it_equals_its_definition: SCORED,
-    gradients_equal_those_of_the_definition: SCORED,
+    it_equals_its_definition: DEFINITIONS,
+    gradients_equal_those_of_the_definition: DEFINITIONS,
     every_block_size_gives_the_whole: (*ENGINE, "grouped", *LENGTHS),
     queries_and_keys_may_differ_in_number: (*KEYED, *LENGTHS),
     a_mask_or_bias_may_have_any_broadcastable_shape: KEYED,

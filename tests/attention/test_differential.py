@@ -10,9 +10,9 @@ import oracles
 import pytest
 from laws import CHUNK, B, H, K, N, S, T, V, close, hiding, same
 from score_laws import (
+    DEFINITIONS,
     DIFFERENTIAL,
     LAMBDA,
-    SCORED,
     every_close,
     every_option,
     grading,
@@ -95,7 +95,7 @@ ANY = {
 def test_any_attention_is_the_difference_of_its_two_maps(attend, single_map, x64):
     """V1 and V2, with grouped heads, hidden keys, and more keys than queries."""
     *first, lam = DIFFERENTIAL.arrays(keys=S)
-    *second, by_token = SCORED["differential_v2"].arrays(keys=S, seed=1)
+    *second, by_token = DEFINITIONS["differential_v2"].arrays(keys=S, seed=1)
     mask = hiding(S)
 
     def both(first, second):
@@ -137,7 +137,7 @@ def test_options_bound_to_a_mechanism_are_kept():
 def test_the_second_version_runs_over_outputs_with_states_and_gradients(x64):
     """Over a mechanism that returns (output, state), and over one without row
     weights."""
-    arrays = SCORED["differential_v2"].arrays()
+    arrays = DEFINITIONS["differential_v2"].arrays()
     attend = partial(attention.linear_causal, chunk_size=CHUNK, return_state=True)
     output, last = jitted(attention.differential_v2, attend=attend)(*arrays)
     query, key, value, lam = arrays
@@ -270,7 +270,7 @@ def test_heads_that_are_no_groups_are_refused(shapes):
 
 
 def test_a_group_has_one_mask_and_a_whole_number_of_signals():
-    query, key, value = single(SCORED["grouped"].arrays())[:3]
+    query, key, value = single(DEFINITIONS["grouped"].arrays())[:3]
     by_head = np.ones((1, 2 * N, T, T), bool)
     with pytest.raises(ValueError, match=rf"mask must broadcast to \({B}, {N}, "):
         attention.differential(query, key, value, 0.5, signals=2, mask=by_head)
@@ -282,7 +282,7 @@ def test_a_group_has_one_mask_and_a_whole_number_of_signals():
 
 def test_grouped_linear_attention_has_a_state_for_each_signal_head(x64):
     """It is what V1 is with the noise repeated, whole and token by token."""
-    query, key, value, lam = SCORED["grouped_keys"].arrays()
+    query, key, value, lam = DEFINITIONS["grouped_keys"].arrays()
     signal = [x.reshape(B, T, N, 3, H)[:, :, :, :2] for x in (query, key)]
     noise = [x.reshape(B, T, N, 3, H)[:, :, :, 2:].repeat(2, 3) for x in (query, key)]
     one, two = (
@@ -304,7 +304,7 @@ def test_grouped_linear_attention_has_a_state_for_each_signal_head(x64):
 
 def test_gates_and_sinks_are_those_of_repeated_noise_heads(x64):
     """The gates of signal and noise keys, and a sink for each noise head."""
-    query, key, value, lam = SCORED["grouped_keys"].arrays()
+    query, key, value, lam = DEFINITIONS["grouped_keys"].arrays()
     rng = np.random.default_rng(3)
     log_decay, sink = -np.exp(rng.normal(size=(B, T, 3 * N))), rng.normal(size=N)
 

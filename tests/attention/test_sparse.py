@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laws import K, N, S, T, close, same
-from score_laws import SCORED, blocks, every_close, graded, single
+from score_laws import DEFINITIONS, blocks, every_close, graded, single
 
 from symjax import attention
 from symjax.attention import sparse
@@ -86,7 +86,7 @@ def test_one_key_has_all_the_weight_and_no_gradient(power):
 @each
 def test_an_infinitely_low_bias_hides_like_a_mask(power):
     """Also in rows whose keys are all hidden, and in gradients."""
-    arrays = single(SCORED["sparsemax"].arrays())
+    arrays = single(DEFINITIONS["sparsemax"].arrays())
     hidden = np.random.default_rng(0).random((1, 1, T, T)) < 0.4
     hidden[0, 0, 3] = True
     attend = (attention.sparsemax, attention.entmax15)[power - 1]
@@ -139,7 +139,7 @@ def test_both_modes_of_differentiation_give_the_matrix_of_the_support(power, x64
 @each
 def test_keys_outside_the_support_are_exactly_nothing(power):
     """Their weights are 0; changing them changes neither outputs nor gradients."""
-    query, key, value = single(SCORED["sparsemax"].arrays(keys=S))
+    query, key, value = single(DEFINITIONS["sparsemax"].arrays(keys=S))
     query, weights = 3 * query, WEIGHTS[power]
     attend = (attention.sparsemax, attention.entmax15)[power - 1]
     visible = np.asarray(row_map(weights, query, key))
@@ -164,7 +164,7 @@ def test_keys_outside_the_support_are_exactly_nothing(power):
 
 def test_examples_on_several_devices_are_as_on_one():
     """`shard_map` checks that loop carries vary over the devices."""
-    arrays = single(SCORED["sparsemax"].arrays())
+    arrays = single(DEFINITIONS["sparsemax"].arrays())
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.sharding.PartitionSpec("data")
     attend = partial(attention.entmax15, is_causal=True)

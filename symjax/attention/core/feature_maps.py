@@ -85,13 +85,12 @@ class Features(NamedTuple):
             the number by which `Normalised.prepare` has divided φ(q). None: weights are
             sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative_count: a function H → n: the first n features of a key are never
-            negative. n is H for "squared" (the squares), and 1 for "taylor" and cosine
-            (the number 1). Set it if features change sign but the weights of pairs do
-            not; otherwise it is None. The terms of a denominator may cancel, and
-            numerator / denominator would then be arbitrary. To prevent this,
-            `recurrent.cancellation` needs a mean of the values. It weighs each value by
-            the sum of the first n features of its key, whose terms do not cancel.
+        nonnegative_count: for maps whose features change sign, although the weights of
+            pairs do not: a function H → n, where the first n features of a key are
+            never negative. n is H for "squared" (the squares), and 1 for "taylor" and
+            cosine (the number 1). None for other maps. If the terms of a denominator
+            cancel, the row becomes a mean of the values that is weighed by the sums of
+            these n features (`recurrent.cancellation`).
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In

@@ -60,14 +60,14 @@ def batched_alike(tree: Any) -> Any:
     return jax.tree.map(batched, tree)
 
 
-def rows_alone(tokens: Any) -> P:
+def spec_of_rows(tokens: Any) -> P:
     """Return the sharding of rows [B T N V]: B T N as in queries, V as in values."""
     return rows_as(jax.typeof(tokens.query).sharding.spec[:3], tokens.value)
 
 
-def rows_and_state(tokens: Any) -> tuple[P, P]:
+def specs_of_rows_and_state(tokens: Any) -> tuple[P, P]:
     """Return the shardings of rows and of a state [B …], whose only split axis is B."""
-    rows = rows_alone(tokens)
+    rows = spec_of_rows(tokens)
     return rows, P(rows[0])
 
 
@@ -83,7 +83,7 @@ def rows_as(axes: tuple[Any, Any, Any], value: Array) -> P:
 
 def on_any_mesh(
     *static: str,
-    specs: Callable[[Any], Any] = rows_and_state,
+    specs: Callable[[Any], Any] = specs_of_rows_and_state,
     inline: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Decorate a function f(*static, tokens, *arrays) so that it runs on any mesh.

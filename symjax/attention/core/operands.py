@@ -225,7 +225,7 @@ def repeat_noise(x: Array, signals: int, *, axis: int = 2) -> Array:
     return pairs.reshape(*before, -1, *after)
 
 
-def rows_spec(arrays: ScoreArrays) -> P:
+def spec_of_score_rows(arrays: ScoreArrays) -> P:
     """Return the sharding of output rows, which is that of the queries.
 
     With `lam` there are fewer output heads than query heads. Output heads are then

@@ -1,17 +1,17 @@
 """Second computation of the rows of output that underflow in a chunk.
 
-Each feature of the keys of a chunk is divided by its maximum over the chunk, so that
-the weights of pairs are one matrix product (`recurrent/normalised.py`). A row
-underflows if the sum of the |terms| of its denominator is below 1e-20 = e⁻⁴⁶. That can
-only happen if a later key of the chunk has features e⁴⁶ times as large as all keys that
-the row sees.
+Each feature of the keys of a chunk is divided by its maximum over the chunk and the
+state before it, so that the weights of pairs are one matrix product
+(`recurrent/normalised.py`). A row underflows if the sum of the |terms| of its
+denominator is below 1e-20 = e⁻⁴⁶. That can only happen if a key that the row does not
+see, a later one or one of another segment, has features e⁴⁶ times as large as all keys
+that the row sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
 For `Normalised` this function is `exact_rows`: each row divides by the largest product
 of a feature of its query and of a key that it sees, and each pair takes one exponential
-per feature. For GPU
-kernels it is their fallback in XLA, one token after the other. TPU kernels do not use
-this file: they recompute such rows themselves.
+per feature. For GPU kernels it is their fallback in XLA, one token after the other. TPU
+kernels do not use this file: they recompute such rows themselves.
 """
 
 from collections.abc import Callable

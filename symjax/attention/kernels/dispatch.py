@@ -7,10 +7,10 @@ that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
-2. XLA may not split the arrays over devices, since it cannot split a kernel. This
-   holds inside `jax.shard_map`, where layers call mechanisms on a mesh of several
-   devices (`symjax.layers.sharded`). Elsewhere the mesh must have one device. Without
-   a mesh, all processes together must have one device.
+2. XLA does not split the arrays over devices, since it cannot split a kernel. So the
+   call is inside `jax.shard_map`, where layers call mechanisms on a mesh of several
+   devices (`symjax.layers.sharded`); or the mesh has one device; or there is no mesh,
+   and all processes together have one device.
 3. The call has at least 128 query rows. Kernels of recurrences check this themselves,
    as a part of test 4.
 4. The kernel supports the arguments: its `refusal` returns None.
@@ -38,10 +38,10 @@ These calls use no kernel, and nothing is chosen here:
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others.
 
-`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4. If
-the kernel refuses the call, `run_named` raises an error with the reason. The `refusal`
-of kernels for GPUs therefore tests the device too. Kernels for TPUs accept any machine:
-without a TPU they are interpreted.
+`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
+raises an error with the reason if the kernel refuses the call. Since test 1 is not
+made, kernels for GPUs test the device in their `refusal`. Kernels for TPUs accept any
+machine: without a TPU they are interpreted.
 `implementation=` of decay_causal and delta_causal may name a kernel of
 `OF_RECURRENCES`. These kernels run only if they are named.
 
@@ -68,10 +68,15 @@ from symjax.attention.core.devices import (
 from symjax.attention.core.meshes import (
     like_its_first,
     on_any_mesh,
-    rows_alone,
+    spec_of_rows,
     vary_alike,
 )
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, Tokens, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    Tokens,
+    spec_of_score_rows,
+)
 from symjax.attention.core.products import TILE
 
 
@@ -293,5 +298,7 @@ def _by_platform(
 
 
 STATIC = "platform", "kernel", "fallback"
-_tokens_by_platform = on_any_mesh(*STATIC, specs=rows_alone)(_by_platform)
-_rows_by_platform = on_any_mesh(*STATIC, specs=rows_spec, inline=True)(_by_platform)
+_tokens_by_platform = on_any_mesh(*STATIC, specs=spec_of_rows)(_by_platform)
+_rows_by_platform = on_any_mesh(*STATIC, specs=spec_of_score_rows, inline=True)(
+    _by_platform
+)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_tokens
 from symjax.attention.core.feature_maps import finite
-from symjax.attention.core.meshes import on_any_mesh, rows_alone, vary_alike
+from symjax.attention.core.meshes import on_any_mesh, spec_of_rows, vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
 from symjax.attention.core.sequence import id_changes
@@ -63,7 +63,7 @@ def attend(
     return _attend_to_all(recurrence, tokens, parameters)
 
 
-@on_any_mesh("recurrence", specs=rows_alone)
+@on_any_mesh("recurrence", specs=spec_of_rows)
 def _attend_to_all(
     recurrence: Normalised, tokens: Tokens, parameters: Any
 ) -> Float[Array, "B T N V"]:

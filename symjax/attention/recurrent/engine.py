@@ -10,8 +10,8 @@ states, masks, segments, and time that is split over a mesh axis. `attend_step` 
 it takes a state and one token.
 
 A CPU runs one chunk after the other. Accelerators round the length of a chunk up to a
-multiple of 128. If `Recurrence.schedule` allows it, they run the chunks of 4096 tokens
-in parallel, then those of the next 4096 tokens. A GPU takes 2¹⁸ / (examples · query
+multiple of 128. If `Recurrence.schedule` allows it, they take 4096 tokens at a time,
+and run the chunks of these tokens in parallel. A GPU takes 2¹⁸ / (examples · query
 heads) tokens instead of 4096, if XLA does not split the arrays over devices.
 
 A kernel may replace the chunks if the call neither takes nor returns a state, and time

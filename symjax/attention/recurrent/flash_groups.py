@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from symjax.attention.core import operands
-from symjax.attention.core.meshes import on_any_mesh, rows_alone, vary_alike
+from symjax.attention.core.meshes import on_any_mesh, spec_of_rows, vary_alike
 from symjax.attention.core.products import products, sum_dtype
 from symjax.attention.core.sequence import id_changes
 from symjax.attention.recurrent.chunks import (
@@ -116,7 +116,7 @@ class FlashSettings(NamedTuple):
     linear_divisor: float
 
 
-@on_any_mesh("settings", "axis_name", specs=rows_alone)
+@on_any_mesh("settings", "axis_name", specs=spec_of_rows)
 def attend_groups(
     settings: FlashSettings,
     axis_name: str | None,

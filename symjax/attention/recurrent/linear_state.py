@@ -188,9 +188,9 @@ def sums_from_weights(
     denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
     magnitude = denominator
     if arithmetic.bounded:
-        # The first feature of every key is 1, so the first total is the number of keys
-        # in the state. The first feature of a row is 1, or 0 if the row does not see
-        # the state. The |terms| of each key add up to at most 2.
+        # Bounded features begin with 1, so the first total is the number of keys in the
+        # state. The first weight of a row is 1, or 0 if the row does not see the state.
+        # The |terms| of each key add up to at most 2.
         firsts = row[..., 0], state.total[..., 0]
         magnitude = 2 * jnp.einsum("bkgt,bk->bkgt", *firsts)
     elif arithmetic.signed:

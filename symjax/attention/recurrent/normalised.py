@@ -24,9 +24,10 @@ exp(shift), so that features stay in the range of float32:
   exp(log_q + c − shift). So c cancels in their product, and exp(shift) in the ratio. A
   later key of the chunk may change c, and so it changes a row by rounding errors. Rows
   of earlier chunks do not change at all.
-- A row can underflow if the features of a later key of its chunk are e⁴⁶ times as large
-  as those of all keys that the row sees. `core/underflow.py` computes such a row again,
-  with the maximum of the keys that it sees.
+- A row can underflow if the features of a key that it does not see (a later key of its
+  chunk, or one of another segment) are e⁴⁶ times as large as those of all keys that it
+  sees. `core/underflow.py` computes such a row again, with the maximum of the keys that
+  it sees.
 """
 
 from dataclasses import dataclass

@@ -26,7 +26,11 @@ from jaxtyping import Array, Bool, Float
 from symjax.attention.core import lengths
 from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    spec_of_score_rows,
+)
 from symjax.attention.core.visibility import part
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
@@ -37,7 +41,7 @@ EXTENTS = 8  # largest number of extents (`_blocks`)
 FEW_KEYS = 2048  # up to this number of keys, causal rows have at most two extents
 
 
-@on_any_mesh("settings", specs=rows_spec)
+@on_any_mesh("settings", specs=spec_of_score_rows)
 def attend_rows(
     settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:

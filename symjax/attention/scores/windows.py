@@ -12,11 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    spec_of_score_rows,
+)
 from symjax.attention.scores.rows import attend_rows, widened
 
 
-@on_any_mesh("settings", specs=rows_spec)
+@on_any_mesh("settings", specs=spec_of_score_rows)
 def attend_window(
     settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:

@@ -16,7 +16,7 @@ from etils import epath
 
 from symjax import config, imports, validation
 from symjax.layers.validate import sizes
-from symjax.models.build import Model, abstract, parts
+from symjax.models.build import Model, abstract, weights_and_constants
 from symjax.models.convert import convert
 from symjax.models.huggingface import gpt2, llama
 from symjax.models.huggingface.files import (
@@ -120,7 +120,7 @@ def read_family(
     if options.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # a copy that some programs write
     try:
-        like, _ = parts(abstract(options))
+        like, _ = weights_and_constants(abstract(options))
     except ValueError as error:
         raise ValueError(f"{directory / SETTINGS}: {error}") from None
     wanted = jax.eval_shape(lambda params: family.tensors_of(params, options), like)
@@ -171,7 +171,7 @@ def as_family(
 
 def own_tensors(model: Model) -> dict[str, Any]:
     """Return weights and constants of a model by their paths."""
-    params, constants = parts(model)
+    params, constants = weights_and_constants(model)
     return flat({"params": params, "constants": constants})
 
 

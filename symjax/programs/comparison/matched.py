@@ -19,7 +19,7 @@ import jax
 from symjax import config
 from symjax.data.examples import open_examples
 from symjax.models import cost
-from symjax.models.build import abstract, parts
+from symjax.models.build import abstract, weights_and_constants
 from symjax.programs.comparison.runs import Plan
 from symjax.training.preflight import with_vocabulary
 
@@ -127,7 +127,7 @@ def match_model(name: str, model: config.Model, measure: str, wanted: float) -> 
 @functools.cache
 def amount_of(model: config.Model, measure: str) -> float:
     """Return the parameters of a model, or the FLOPs of its forward pass per token."""
-    weights, _ = parts(abstract(model))
+    weights, _ = weights_and_constants(abstract(model))
     parameters = sum(x.size for x in jax.tree.leaves(weights))
     if measure == "parameters":
         return parameters

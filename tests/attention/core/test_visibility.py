@@ -10,8 +10,8 @@ import oracles
 import pytest
 from laws import SEGMENTS, B, K, N, S, T, close
 from score_laws import (
+    DEFINITIONS,
     DIFFERENTIAL,
-    SCORED,
     SOFTMAX,
     blocks,
     every_close,
@@ -30,7 +30,7 @@ GAU = SOFTMAX._replace(
     attend=partial(attention.gau, divisor="count"),
     definition=partial(oracles.squared_relu, divisor="count"),
 )
-EVERY = {**SCORED, "gau": GAU}
+EVERY = {**DEFINITIONS, "gau": GAU}
 KEYS = np.random.default_rng(5).random((B, 1, 1, T)) < 0.8
 # Windows with other masks. Two-sided windows are read in strips of 2 rows.
 WINDOWS = {
@@ -216,7 +216,7 @@ def test_slopes_are_a_bias_against_distance(is_causal, x64):
         arrays = scored.arrays(keys=S)
         found = jitted(scored.attend, is_causal=is_causal)(*arrays, alibi=slopes)
         close(found, scored.oracle(*arrays, bias=bias, is_causal=is_causal), 1e-13)
-    two_calls = SCORED["differential_outputs"]
+    two_calls = DEFINITIONS["differential_outputs"]
     found = two_calls.attend(*arrays, alibi=slopes)
     close(found, two_calls.oracle(*arrays, bias=bias), 1e-13)
 

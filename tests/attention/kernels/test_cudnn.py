@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from laws import SEGMENTS, B, H, K, N, S, T
-from score_laws import SCORED, every_close, graded, single
+from score_laws import DEFINITIONS, every_close, graded, single
 
 from symjax import attention
 from symjax.attention.kernels.gpu import cudnn
@@ -38,7 +38,7 @@ def test_what_is_asked_of_it_is_what_rows_give(
     name, options, its_semantics, monkeypatch
 ):
     """Gradients, too, for wide values (in one and in two calls) and for more keys."""
-    scored = SCORED[name]
+    scored = DEFINITIONS[name]
     keys = S if scored.crosses and not options else T
     query, key, value, *lam = single(scored.arrays(T, keys))
     rng = np.random.default_rng(5)

@@ -10,7 +10,7 @@ import score_laws
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from laws import SEGMENTS, B, H, K, N, S, T, V
-from score_laws import SCORED, every_close, graded, jitted, single
+from score_laws import DEFINITIONS, every_close, graded, jitted, single
 
 from symjax import attention
 from symjax.attention.core.devices import lowered_for
@@ -19,7 +19,7 @@ from symjax.attention.kernels import dispatch
 FUSED = {"implementation": "tpu"}
 NAMES = "softmax", "pairwise", "differential", "grouped_keys", "differential_v2"
 MECHANISMS = {
-    name: SCORED[name]._replace(attend=partial(SCORED[name].attend, **FUSED))
+    name: DEFINITIONS[name]._replace(attend=partial(DEFINITIONS[name].attend, **FUSED))
     for name in NAMES
 }
 LAWS = (
@@ -43,7 +43,7 @@ def test_a_lonely_token_sees_itself():
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_rows_and_whole_agree(name):
     """Outputs and gradients, with all options, and with more keys than queries."""
-    scored = SCORED[name]
+    scored = DEFINITIONS[name]
     arrays = single(scored.arrays(T, S if scored.crosses else T))
     options = {"is_causal": True, "window": (9, None), "mask_self": True, "scale": 0.6}
     if scored.crosses:
@@ -59,9 +59,9 @@ def test_fused_rows_and_whole_agree(name):
 
 
 def test_the_length_scale_of_a_program_with_float64_is_that_of_its_inputs(x64):
-    arrays = single(SCORED["softmax"].arrays(T, T))
+    arrays = single(DEFINITIONS["softmax"].arrays(T, T))
     options = {"is_causal": True, "length_base": 512.0}
-    attend = SCORED["softmax"].attend
+    attend = DEFINITIONS["softmax"].attend
     fused, rows = (
         graded(partial(attend, implementation=name), *arrays, **options)
         for name in ("tpu", "rows")

@@ -4,12 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from score_laws import LAWS, SCORED
+from score_laws import DEFINITIONS, LAWS
 
 from symjax import attention
 
 FACED = [
-    pytest.param(law, SCORED[name], id=f"{law.__name__}-{name}")
+    pytest.param(law, DEFINITIONS[name], id=f"{law.__name__}-{name}")
     for law, names in LAWS.items()
     for name in names
 ]

@@ -28,7 +28,11 @@ from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    spec_of_score_rows,
+)
 from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
@@ -87,7 +91,7 @@ class CudnnSoftmax(NamedTuple):
         return _attend_cudnn(self.settings, arrays)
 
 
-@on_any_mesh("settings", specs=rows_spec, inline=True)
+@on_any_mesh("settings", specs=spec_of_score_rows, inline=True)
 def _attend_cudnn(
     settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:

@@ -28,7 +28,11 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import on_hopper
 from symjax.attention.core.meshes import on_any_mesh
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    spec_of_score_rows,
+)
 from symjax.attention.core.visibility import Visibility
 from symjax.attention.kernels.intervals import RowIntervals, seen_by_rows
 from symjax.attention.kernels.operands import RESIDUAL
@@ -105,7 +109,7 @@ class GpuDifferential(NamedTuple):
         return _attend_differential(self.interpret, self.settings, arrays)
 
 
-@on_any_mesh("interpret", "settings", specs=rows_spec, inline=True)
+@on_any_mesh("interpret", "settings", specs=spec_of_score_rows, inline=True)
 def _attend_differential(
     interpret: Any, settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:

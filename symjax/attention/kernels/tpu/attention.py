@@ -12,7 +12,11 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.devices import backend, on_tpu, split_by_xla
 from symjax.attention.core.meshes import on_any_mesh, varying
-from symjax.attention.core.operands import ScoreArrays, ScoreSettings, rows_spec
+from symjax.attention.core.operands import (
+    ScoreArrays,
+    ScoreSettings,
+    spec_of_score_rows,
+)
 from symjax.attention.kernels.tpu.attention_gradient import attend_in_tiles
 from symjax.attention.kernels.tpu.tiles import LANES
 
@@ -67,7 +71,7 @@ class TpuSoftmax(NamedTuple):
         return _attend(self.interpret or backend() != "tpu", self.settings, arrays)
 
 
-@on_any_mesh("interpret", "settings", specs=rows_spec)
+@on_any_mesh("interpret", "settings", specs=spec_of_score_rows)
 def _attend(
     interpret: Any, settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:

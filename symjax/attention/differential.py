@@ -114,8 +114,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head (K + m heads). Recurrences take them
-            only if K ≤ N/r; then m = K.
+            have one number per token and key head (K + m heads). Recurrences take
+            log_decay and beta only if K ≤ N/r, so that there are 2K key heads.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -228,7 +228,7 @@ def _difference(
 
 
 def _options_by_head(options: dict, query: Array, signals: int) -> dict[str, Array]:
-    """Return those options that differ between noise heads, as [B N/r T S]."""
+    """Return those options that differ between noise heads, as [#B N/r #T #S]."""
     heads, differing = query.shape[2] // (signals + 1), {}
     for name in ("mask", "bias", "alibi", "sink"):
         array = options.get(name)

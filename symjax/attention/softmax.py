@@ -36,7 +36,7 @@ def softmax_weights(
 softmax = ScoreMechanism(
     "softmax",
     softmax_weights,
-    """Scaled dot-product attention, softmax(q·k·scale + bias) V, in blocks of rows.
+    """Scaled dot-product attention, softmax(q·k·scale + bias) V.
 
     In bfloat16 the gradient of the query loses precision if the keys of a row are
     nearly equal. Its relative error is 1.5 % if the keys differ by a tenth of their

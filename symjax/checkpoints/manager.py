@@ -23,15 +23,14 @@ class NotSaved(ValueError):
 
 
 class KeepPolicy:
-    """Preservation policy of Orbax that keeps the newest whole steps.
+    """Preservation policy of Orbax that keeps the newest trusted steps.
 
-    A step counts as whole if this process has saved or restored it. Other steps on disk
-    may be damaged, so they do not count towards `keep`. A step that does not count is
-    deleted once `keep` whole steps have higher numbers. If `best` is True, the step
-    with the least held-out loss stays too.
+    A step is trusted if this process has saved or restored it. Other steps on disk may
+    be damaged. They are deleted once `keep` trusted steps have higher numbers. If
+    `best` is True, the step with the least held-out loss stays too.
 
     Attributes:
-        whole: steps that count as whole.
+        trusted: steps that this process has saved or restored.
         passed_over: steps that the last `restore` found on disk and that are later than
             the restored one; they are deleted.
         losses: held-out losses by step.
@@ -40,19 +39,19 @@ class KeepPolicy:
     def __init__(self, keep: int, best: bool):
         self.keep = keep
         self.best = best
-        self.whole: set[int] = set()
+        self.trusted: set[int] = set()
         self.passed_over: set[int] = set()
         self.losses: dict[int, float] = {}
 
     def saved(self, step: int, meta: dict[str, Any]) -> None:
         """Note a step that is being saved."""
-        self.whole.add(step)
+        self.trusted.add(step)
         if (loss := heldout_loss(meta)) is not None:
             self.losses[step] = loss
 
     def forget(self, step: int) -> None:
         """Forget a step whose save has failed."""
-        self.whole.discard(step)
+        self.trusted.discard(step)
         self.losses.pop(step, None)
 
     def restored(
@@ -65,7 +64,7 @@ class KeepPolicy:
             losses: held-out losses by step.
         """
         self.passed_over = {other for other in present if other > step}
-        self.whole = {step} | (self.whole - self.passed_over)
+        self.trusted = {step} | (self.trusted - self.passed_over)
         self.losses = {
             other: loss
             for other, loss in losses.items()
@@ -76,10 +75,10 @@ class KeepPolicy:
         """Return for each checkpoint whether to keep it; Orbax calls this."""
         del context
         steps = [checkpoint.step for checkpoint in checkpoints]
-        whole = sorted(self.whole.intersection(steps))
-        oldest = whole[-self.keep] if len(whole) >= self.keep else -1
-        judged = self.losses.keys() & set(steps)
-        best = min(judged, key=lambda step: (self.losses[step], step), default=None)
+        trusted = sorted(self.trusted.intersection(steps))
+        oldest = trusted[-self.keep] if len(trusted) >= self.keep else -1
+        with_loss = self.losses.keys() & set(steps)
+        best = min(with_loss, key=lambda step: (self.losses[step], step), default=None)
         return [
             step not in self.passed_over
             and (step >= oldest or (self.best and step == best))
@@ -150,10 +149,10 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: only `Interrupts` asks jax whether a SIGTERM came.
 
-        jax's `reached_preemption_sync_point` makes all processes stop at the same
-        number. `Interrupts.due` (distributed/signals.py) passes it the number of its
-        calls. Orbax would pass the training step, which is another number. The run
-        would then stop at a wrong time, or not at all.
+        jax's `reached_preemption_sync_point` compares a counter over all processes.
+        `Interrupts.due` (distributed/signals.py) passes the number of its calls as this
+        counter. Orbax would pass the training step, and the run would stop at a wrong
+        time, or not at all.
         """
         return False
 

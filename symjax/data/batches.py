@@ -99,7 +99,7 @@ class Examples:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size}, losses in nats/{self.unit})"
 
-    def batch(self, shape: Shape, *, seed: int, step: int) -> ReadRows:
+    def batch_reader(self, shape: Shape, *, seed: int, step: int) -> ReadRows:
         """Return a function of (start, stop) that makes these rows of a training batch.
 
         Args:
@@ -115,7 +115,7 @@ class Examples:
     ) -> Iterator[ReadRows]:
         """Return an iterator of functions of (start, stop), one per held-out batch.
 
-        Each makes rows like the function that `batch` returns, with weights. All
+        Each makes rows like the function that `batch_reader` returns, with weights. All
         batches have the same shape.
 
         Args:

@@ -187,8 +187,8 @@ class Mixer:
         next tokens overwrite them. The argument `positions` of the mechanism hides from
         each row all entries after its own position.
 
-        Each step reads the whole cache, or its first half, quarter and so on, but at
-        least 256 keys: the shortest of these that holds all written keys. A bias has
+        A step reads the shortest beginning of the cache that holds all written keys:
+        the whole, a half, a quarter and so on, but not fewer than 256 keys. A bias has
         one value per entry of the cache.
         """
         count, room = operands["query"].array.shape[1], cache.value.shape[1]

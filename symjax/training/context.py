@@ -42,7 +42,7 @@ class Skips:
 
 
 class History(NamedTuple):
-    """Earlier starts of a run and changed keys, as its checkpoints store them.
+    """Starts of a run, the present one included, and changed keys, for checkpoints.
 
     Attributes:
         changed: a line for each key that a resumed run was allowed to change.
@@ -91,10 +91,10 @@ class RunContext(NamedTuple):
 
 
 def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """Return one entry for each start of a run with other versions than before.
+    """Return an entry for the first start of a run, and for each start after an update.
 
-    An entry has the step that the run started from, the date (UTC), and the versions
-    of Python, symjax, jax and flax.
+    An entry has the step that the run started from, the date (UTC), and the versions of
+    Python, symjax, jax and flax. An update changes one of these versions.
 
     Args:
         meta: metadata of the checkpoint that a resumed run starts from; None for a new

@@ -178,8 +178,8 @@ def train(
     key = jax.random.key(options.seed)
 
     def batch(step: int) -> list[Any]:
-        rows = examples.batch(shape, seed=options.seed, step=step - 1)
-        return program.place(shape, rows)
+        read_rows = examples.batch_reader(shape, seed=options.seed, step=step - 1)
+        return program.place(shape, read_rows)
 
     batches = prefetch(
         pool, batch, first + 1, options.steps, lambda: interrupts.received is not None

@@ -32,14 +32,15 @@ def saved_meta(
 ) -> dict[str, Any] | None:
     """Return the metadata of the newest checkpoint; None if there is no checkpoint.
 
-    Differences in allowed keys are added to the list `changed` of the metadata.
+    A checkpoint with damaged metadata is passed over. Differences in allowed keys are
+    added to the list `changed` of the metadata.
 
     Args:
         options: configuration of the run that starts.
         allow: keys that may differ from the checkpoint's.
     Raises:
-        ValueError: the checkpoint is damaged, or its configuration differs in a key
-            that may not change.
+        ValueError: the metadata of all checkpoints is damaged, or the configuration
+            differs in a key that may not change.
     """
     checkpoints = Checkpoints(workdir / "checkpoints")
     if not checkpoints.steps():

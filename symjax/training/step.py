@@ -83,7 +83,7 @@ class Program(NamedTuple):
         with jax.set_mesh(self.mesh):
             return self.train.lower(self.state, self.constants, inputs, targets, key)
 
-    def place(self, shape: tuple[int, int], rows: Callable) -> list[Any]:
+    def place(self, shape: tuple[int, int], read_rows: Callable) -> list[Any]:
         """Return the arrays of a batch, sharded over the mesh.
 
         The rows are read or made here. Each process does so only for the rows that its
@@ -91,9 +91,9 @@ class Program(NamedTuple):
 
         Args:
             shape: (rows, tokens of a row).
-            rows: rows(start, stop) returns the NumPy arrays of these rows.
+            read_rows: read_rows(start, stop) returns the NumPy arrays of these rows.
         """
-        cached = functools.cache(lambda start, stop: tuple(rows(start, stop)))
+        cached = functools.cache(lambda start, stop: tuple(read_rows(start, stop)))
         leaves, structure = jax.tree.flatten(cached(*self._rows_of_one_device(shape)))
 
         def array(number: int) -> Array:
@@ -120,7 +120,8 @@ class Steps(NamedTuple):
     """Pure functions of a `Program`, before they are jitted for a mesh.
 
     Attributes:
-        transform: the optimizer. It takes weights as `stacks.stack` returns them.
+        transform: the optimizer. It takes weights as `stacks.stack` returns them: with
+            equal layers stacked in one array if model.scan_layers is set.
     """
 
     options: config.Config

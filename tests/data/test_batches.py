@@ -25,7 +25,7 @@ def rows(count: int, tokens=TEXT, **options):
 
 def batch(step, tokens=TEXT, start=0, stop=None, *, length, batch_size, seed):
     shape = batch_size, length
-    drawn = examples(tokens).batch(shape, seed=seed, step=step)
+    drawn = examples(tokens).batch_reader(shape, seed=seed, step=step)
     return drawn(start, batch_size if stop is None else stop)
 
 

@@ -88,13 +88,13 @@ def test_an_epoch_shows_every_row_once_and_processes_get_their_own(digits):
     steps = 1438 // 2  # of two rows
     seen, examples = Counter(), labelled_examples(digits, 16)
     for step in range(steps):
-        inputs, _ = examples.batch((2, 16), seed=3, step=step)(0, 2)
+        inputs, _ = examples.batch_reader((2, 16), seed=3, step=step)(0, 2)
         seen.update(x.tobytes() for x in inputs)
     assert seen == Counter(x.tobytes() for x in rows_of(digits)[0])
-    rows = examples.batch(SHAPE, seed=3, step=800)
+    rows = examples.batch_reader(SHAPE, seed=3, step=800)
     for one, two, both in zip(rows(0, 1), rows(1, 4), rows(0, 4), strict=True):
         np.testing.assert_array_equal(np.concatenate([one, two]), both)
-    other = examples.batch(SHAPE, seed=4, step=800)(0, 4)
+    other = examples.batch_reader(SHAPE, seed=4, step=800)(0, 4)
     assert (other[0] != rows(0, 4)[0]).any()
 
 

@@ -32,8 +32,8 @@ def masked(text):
 def test_fifteen_in_a_hundred_are_asked_and_the_rest_is_untouched(masked, text):
     shown = kept = other = 0
     for step in range(20):
-        inputs, targets = masked.batch(SHAPE, seed=0, step=step)(0, 16)
-        tokens, _ = text.batch(SHAPE, seed=0, step=step)(0, 16)
+        inputs, targets = masked.batch_reader(SHAPE, seed=0, step=step)(0, 16)
+        tokens, _ = text.batch_reader(SHAPE, seed=0, step=step)(0, 16)
         asked = targets >= 0
         assert (asked.sum(axis=1) == 15).all()
         np.testing.assert_array_equal(targets[asked], tokens[asked])
@@ -49,12 +49,12 @@ def test_fifteen_in_a_hundred_are_asked_and_the_rest_is_untouched(masked, text):
 
 
 def test_steps_and_seeds_hide_other_places_and_processes_get_their_own(masked):
-    rows = masked.batch(SHAPE, seed=0, step=5)
+    rows = masked.batch_reader(SHAPE, seed=0, step=5)
     for one, two, both in zip(rows(0, 3), rows(3, 16), rows(0, 16), strict=True):
         np.testing.assert_array_equal(np.concatenate([one, two]), both)
     hidden = rows(0, 16)[1] >= 0
     for seed, step in ((0, 6), (1, 5)):
-        other = masked.batch(SHAPE, seed=seed, step=step)(0, 16)[1] >= 0
+        other = masked.batch_reader(SHAPE, seed=seed, step=step)(0, 16)[1] >= 0
         assert (hidden != other).any(axis=1).all()
     assert (hidden[0] != hidden[1]).any()
 

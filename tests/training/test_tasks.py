@@ -66,7 +66,7 @@ def test_only_what_is_asked_counts(tmp_path):
 def test_processes_get_their_own_rows(tmp_path):
     examples = open_examples(config.Config(data=COPY), tmp_path)
     for rows in (
-        examples.batch(SHAPE, seed=1, step=7),
+        examples.batch_reader(SHAPE, seed=1, step=7),
         *examples.heldout_batches(SHAPE, 2),
     ):
         whole = rows(0, 4)

@@ -124,7 +124,7 @@ def test_a_resumed_transfer_is_the_undisturbed_one_without_its_source(source):
     assert len(errors) == 16 and 0 < errors[-1] < 0.75 * errors[0]
     run, target = load(softmax), load(folder / "whole").config.model
     params = convert(run.params, run.config.model, target)
-    tokens = run.examples.batch((8, 32), seed=0, step=0)(0, 8)[0]
+    tokens = run.examples.batch_reader((8, 32), seed=0, step=0)(0, 8)[0]
     wanted = maps_error(run.model(), merged(target, params, {}), tokens)
     assert errors[0] == pytest.approx(wanted, rel=1e-3)
 

@@ -89,8 +89,9 @@ class Features(NamedTuple):
             pairs do not: a function H → n, where the first n features of a key are
             never negative. n is H for "squared" (the squares), and 1 for "taylor" and
             cosine (the number 1). None for other maps. If the terms of a denominator
-            cancel, the row becomes a mean of the values that is weighed by the sums of
-            these n features (`recurrent.cancellation`).
+            cancel, so that it is only rounding error, the row is a mean of the values
+            instead. It weighs a value by the sum of these n features of its key
+            (`recurrent.cancellation`).
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
             are shifted by the mean of all keys, so that the terms of a product cancel
             less. Only bidirectional attention can use them, since it knows all keys. In
@@ -101,10 +102,11 @@ class Features(NamedTuple):
         elementwise: whether each feature is a function of one channel and is never
             negative.
         in_kernels: whether kernels may compute elementwise features; otherwise XLA
-            computes them before the kernel. The map is then one function of queries and
-            keys, for blocks of any shape, made of comparisons, exponentials and
-            arithmetic: kernels for TPUs have no expm1 and no erf. NVIDIA kernels
-            compute features only if the head size is 16, 32 or a multiple of 64.
+            computes them before the kernel. If True, the map must be the same function
+            of queries and of keys, for blocks of any shape, made of comparisons,
+            exponentials and arithmetic: kernels for TPUs have no expm1 and no erf.
+            NVIDIA kernels compute features only if the head size is 16, 32 or a
+            multiple of 64.
         exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
             (1, −1) if the features of −w follow. Features of a key are also multiplied
             by exp(−scale |x|²/2). Empty for other features.

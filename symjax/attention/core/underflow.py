@@ -8,10 +8,11 @@ see, a later one or one of another segment, has features e⁴⁶ times as large 
 that the row sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
-For `Normalised` this function is `exact_rows`: each row divides by the largest product
-of a feature of its query and of a key that it sees, and each pair takes one exponential
-per feature. For GPU kernels it is their fallback in XLA, one token after the other. TPU
-kernels do not use this file: they recompute such rows themselves.
+For `Normalised` this function is `exact_rows`. It divides each row by the largest
+product of a feature of its query and the same feature of a key that it sees. This costs
+one exponential per pair and feature. For GPU kernels the function is their fallback in
+XLA, one token after the other. TPU kernels do not use this file: they recompute such
+rows themselves.
 """
 
 from collections.abc import Callable

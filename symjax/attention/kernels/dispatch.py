@@ -95,8 +95,9 @@ class Kernel(Protocol):
         """Return the rows of the call.
 
         The last argument is the fallback, which computes the same rows in XLA. GPU
-        kernels of features use it for rows that underflow. TPU kernels of features use
-        it for the gradient of the projection.
+        kernels of features use it for rows that underflow. TPU kernels of features have
+        no derivative by a random projection; the fallback computes it if a call needs
+        it.
         """
         ...
 

@@ -9,8 +9,8 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
-  because φ(0) need not be 0. A decay that is the same for all tokens is no operand. It
-  is applied as often as there are visible tokens.
+  because φ(0) need not be 0. A decay that all tokens share is a parameter, which cannot
+  be 0 for hidden tokens alone. So it is applied once for each visible token.
 
 A hidden token still has a row, which is computed from its query.
 """

@@ -54,8 +54,8 @@ from symjax.attention.recurrent.schedule import (
 )
 
 # Tokens between stored states of `InXla.by_tokens`. With 64 the gradient of a Performer
-# (B 4, T 4096, N 16, H 128, 256 features) takes 2,195 MiB on an H200, by the compiler.
-# With 128 it takes 2,924 MiB, and without this fallback 2,075 MiB.
+# (B 4, T 4096, N 16, H 128, 256 features) takes 2,195 MiB on an H200, as the compiler
+# reports. With 128 it takes 2,924 MiB, and without this fallback 2,075 MiB.
 STORED_EVERY = 64
 
 
@@ -134,8 +134,9 @@ class InXla:
 
         GPU kernels of features call it in a branch of a `jax.lax.cond`, which runs if a
         row underflows. The branch is compiled even if it never runs, so its program is
-        short. XLA reserves memory for it, too. For its gradient it stores the state
-        before every `STORED_EVERY` tokens, and the states of these tokens.
+        short. XLA reserves memory for it, too: the gradient stores one state for every
+        `STORED_EVERY` tokens. For one group of these tokens at a time it also stores
+        the state before each token.
         """
         state = _start("", self.recurrence, parameters, None, tokens)
         state, span = vary_alike((state, layout(tokens)))

@@ -20,7 +20,7 @@ of numerator and denominator does not:
   the ratio. Both are constants to the gradient.
 
 Features that change sign lose digits if their products cancel. `cancellation.py` reads
-a state of such features.
+the state of those that have a `Features.nonnegative_count`.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,8 @@ class Arithmetic(NamedTuple):
     Attributes:
         product: an einsum, more precise if terms may cancel.
         signed: whether terms may cancel.
-        nonnegative_count: the n of `Features.nonnegative_count`, or 0. If it is not 0,
+        nonnegative_count: number of the first features of a key that are never
+            negative, from `Features.nonnegative_count`. If it is not 0,
             `read_around_mean` reads the state.
         bounded: as in `Features`.
     """

@@ -282,9 +282,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    Rows are divided here and not after `recompute_underflow`. The gradient of a
-    division needs the sums. `scan` does not save them, so the backward pass computes
-    them again. Here it does so without the `jax.lax.cond` of `recompute_underflow`.
+    The gradient of the division needs the sums, and the backward pass computes them
+    again. If rows were divided after `recompute_underflow`, this would run its
+    `jax.lax.cond` once more.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

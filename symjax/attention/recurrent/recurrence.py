@@ -66,8 +66,10 @@ class ChunkwiseForm(Protocol):
     def effect(self, prepared: Any, /) -> tuple[Any, Any]:
         """Return the effect (state, transition) of a span.
 
-        If the span has several segments, only the last one counts. The engine hides the
-        tokens of the others and calls `prepare` once more to get this `prepared`.
+        Args:
+            prepared: the result of `prepare` for a span in which only the last segment
+                is visible. The engine hides the tokens of earlier segments before it
+                calls `prepare` for an effect.
         """
         ...
 
@@ -87,10 +89,11 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        only_as_examples: run chunks in parallel only where they can become further
-            examples of the batch: on a GPU, if XLA does not split the arrays over
-            devices. Elsewhere parallel chunks would need `jax.vmap`. Reasons against
-            `jax.vmap`, of which one is enough:
+        only_as_examples: run n chunks in parallel only by reshaping them into the batch
+            axis, to B · n examples. This is possible on a GPU if XLA does not split the
+            arrays over devices. Elsewhere one chunk runs after the other, since
+            parallel chunks would need `jax.vmap`. A recurrence sets it for one of two
+            reasons:
 
             - `advance` has a branch that depends on data. `jax.vmap` would compute both
               sides of the branch.

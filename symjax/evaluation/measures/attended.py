@@ -97,7 +97,8 @@ def noise(run: LoadedRun, options: Options) -> Result:
 
     Returns:
         A table with one row per layer and map (A; A₁ and A₂ if differential). Its
-        shares are means over heads and over the rows of all windows. For decoders the
+        shares are means over heads and over the rows that are not left out. For
+        decoders the
         result also has a figure of `answer` by the position of the row, as means over
         layers.
     """

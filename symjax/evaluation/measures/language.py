@@ -144,7 +144,7 @@ def _training_batches(run: LoadedRun, shape: Shape, count: int) -> Iterator[Read
     """Return the first training batches, every target with weight 1."""
 
     def rows(step: int, start: int, stop: int):
-        batch = run.examples.batch(shape, seed=run.config.seed, step=step)
+        batch = run.examples.batch_reader(shape, seed=run.config.seed, step=step)
         inputs, targets = batch(start, stop)
         return inputs, targets, (targets >= 0).astype(np.float32)
 

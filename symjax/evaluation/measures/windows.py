@@ -14,7 +14,7 @@ from symjax.evaluation.results import Options
 
 WINDOWS = 4  # the most held-out windows that are read
 IMAGES = 32  # the most images, which have few tokens
-CANDIDATES = 8  # n windows are chosen of 8 n, if possible within one document
+CANDIDATES = 8  # of 8 n windows n are kept, preferably those within one document
 LONGEST = 512  # the most tokens of a window of text if --window is not given
 
 # Token ids of a row, negative at padding; or an image.

@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
         heads: N, the number of output heads.
         kv_heads: K, the number of value heads.
         queries: number of query heads. Without differential maps it is N. Differential
-            V1 and V2 have N signal heads and N noise heads, and N/r noise heads with
-            model.attention.signals = r.
+            V1 and V2 have N signal heads and N/r noise heads, where r is
+            model.attention.signals, 1 by default.
         keys: number of key heads. Without differential V1 it is K. V1 has K signal keys
             and min(K, number of noise heads) noise keys.
         head_size: features of a query or key.
@@ -146,10 +146,8 @@ class Part(NamedTuple):
         flops: (mixer, model.attention, length) → operations per token without the
             projections; by default those of scores or of a recurrence.
         rules: sharding rules, (pattern of the path in the layer, mesh axes).
-        owned: names of weights that a layer with another mechanism may lack. When a
-            model is converted, such a weight of the source is dropped if the target has
-            no weight of this name. A weight of the target that the source lacks keeps
-            its initial value.
+        owned: names of weights that conversion drops if only the source has them. If
+            only the target has them, they keep their initial values.
         kept_constants: pairs (name of a constant, key of model.attention). Conversion
             keeps the constant if source and target have the same value of the key.
         convert: (weights, source, target) → the weights of a layer of the target.

@@ -101,11 +101,10 @@ def differential(
     Cost. For score mechanisms XLA computes blocks of rows (`scores.rows`): it subtracts
     the two maps and multiplies the difference by the values once. On four CPUs this
     took 0.93 to 1.14 times as long as softmax with N heads of size 2H, which has as
-    many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"`
-    and mechanisms without scores compute two outputs and subtract them; a recurrence
-    has a state per branch. With r > 1 blocks of rows compute a shared noise map once.
-    All other executions compute it for each of
-    its r heads, so they cost as much as with r = 1.
+    many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"` and
+    mechanisms without scores compute two outputs and subtract them; a recurrence has a
+    state per branch. A shared noise map is computed once in blocks of rows. All other
+    ways compute it once for each of its r heads.
 
     Args:
         lam: λ, a scalar, or one per head [N].

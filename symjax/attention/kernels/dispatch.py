@@ -7,10 +7,10 @@ that passes all of these tests computes the call:
 
 1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
    without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
-2. XLA does not split the arrays over devices, since it cannot split a kernel. So the
-   call is inside `jax.shard_map`, where layers call mechanisms on a mesh of several
-   devices (`symjax.layers.sharded`); or the mesh has one device; or there is no mesh,
-   and all processes together have one device.
+2. XLA does not split the arrays over devices, since it cannot split a kernel: there is
+   one device, or the call is inside `jax.shard_map` (`devices.xla_keeps_arrays_whole`).
+   On a mesh of several devices layers call mechanisms in a `jax.shard_map`
+   (`symjax.layers.sharded`).
 3. The call has at least 128 query rows. Kernels of recurrences check this themselves,
    as a part of test 4.
 4. The kernel supports the arguments: its `refusal` returns None.
@@ -38,17 +38,8 @@ These calls use no kernel, and nothing is chosen here:
 If one program is lowered for several platforms, the kernel computes the call on its own
 platform and the fallback on the others.
 
-`implementation=` of softmax may name a kernel. Then `run_named` makes only test 4, and
-raises an error with the reason if the kernel refuses the call. Since test 1 is not
-made, kernels for GPUs test the device in their `refusal`. Kernels for TPUs accept any
-machine: without a TPU they are interpreted.
-`implementation=` of decay_causal and delta_causal may name a kernel of
-`OF_RECURRENCES`. These kernels run only if they are named.
-
-`run_heads` makes a choice of its own: between XLA and the kernels of `tpu.heads`, which
-rotate or normalise heads on a TPU.
-
-The module of a kernel is imported when a call first tries the kernel.
+`implementation=` may name a kernel instead: see `run_named` for softmax, and
+`run_named_recurrence` for decay_causal and delta_causal.
 """
 
 from collections.abc import Callable, Iterator
@@ -202,7 +193,9 @@ def run_recurrence(
 def run_named_recurrence(
     name: str, recurrence: Any, tokens: Tokens, parameters: Any, fallback: Callable
 ) -> Float[Array, "B T N V"]:
-    """Return the rows of a recurrence by the kernel of this name.
+    """Return the rows of a recurrence by the kernel of `OF_RECURRENCES` of this name.
+
+    These kernels run only if a call names them.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.
@@ -237,6 +230,9 @@ def run_named(
     name: str, settings: ScoreSettings, arrays: ScoreArrays, fallback: Callable
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
+
+    Only test 4 is made. So kernels for GPUs test the device in their `refusal`. Kernels
+    for TPUs accept any machine: without a TPU they are interpreted.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.

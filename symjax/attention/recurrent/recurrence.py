@@ -91,15 +91,14 @@ class Schedule(NamedTuple):
             the intermediate results of a chunk need much more memory than its tokens.
         only_as_examples: run n chunks in parallel only by reshaping them into the batch
             axis, to B · n examples. This is possible on a GPU if XLA does not split the
-            arrays over devices. Elsewhere one chunk runs after the other, since
-            parallel chunks would need `jax.vmap`. A recurrence sets it for one of two
-            reasons:
+            arrays over devices. Other devices run one chunk after the other, because
+            they could run them in parallel only by `jax.vmap`. `jax.vmap` does not help
 
-            - `advance` has a branch that depends on data. `jax.vmap` would compute both
-              sides of the branch.
-            - `effect` costs as much as `advance`, so that a TPU gains nothing. For a
-              v5e the compiler estimates 388 million cycles for the delta rule in
-              parallel, and 367 for one chunk after the other.
+            - if `advance` has a branch that depends on data: both sides would be
+              computed;
+            - if `effect` costs as much as `advance`: for a TPU v5e the compiler
+              estimates 388 million cycles for the delta rule in parallel, and 367 for
+              one chunk after the other.
     """
 
     parallel_chunks: bool = True

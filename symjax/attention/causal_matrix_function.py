@@ -24,14 +24,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import (
-    check_arrays,
-    check_choice,
-    check_positive,
-    state_sizes,
-)
+from symjax.attention.core.arguments import check_arrays, check_choice, check_positive
 from symjax.attention.core.products import over, sum_dtype
 from symjax.attention.matrix_function import NORMALISE, parsed_function, with_ones
+from symjax.attention.recurrent.arguments import state_sizes
 from symjax.attention.recurrent.decays import shared_or_per_token
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.power_series import (

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import state_sizes
 from symjax.attention.features import UNIT
+from symjax.attention.recurrent.arguments import state_sizes
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.linear_state import LinearState

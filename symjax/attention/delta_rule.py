@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import as_array, check_arrays, state_sizes
+from symjax.attention.core.arguments import as_array, check_arrays
 from symjax.attention.core.products import einsum, products, sum_dtype
+from symjax.attention.recurrent.arguments import state_sizes
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,

@@ -21,19 +21,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from symjax.attention.core.arguments import (
-    check_axis,
     check_count,
-    check_dtype,
     check_flag,
     check_number,
-    check_state,
-    check_tokens,
-    shown_state,
 )
 from symjax.attention.core.sequence import segment_runs_over
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.gau import SquaredReLU, fixed_divisor
 from symjax.attention.recurrent import flash_groups
+from symjax.attention.recurrent.arguments import (
+    check_axis,
+    check_dtype,
+    check_state,
+    check_tokens,
+    shown_state,
+)
 from symjax.attention.recurrent.flash_groups import (
     FlashSettings,
     FlashState,

@@ -31,10 +31,12 @@ from symjax.attention.core.arguments import (
     check_choice,
     check_count,
     check_positive,
-    state_sizes,
 )
 from symjax.attention.core.products import sum_dtype
 from symjax.attention.positions import alibi_slopes
+from symjax.attention.recurrent.arguments import (
+    state_sizes,
+)
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,

@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import check_arrays, check_mask, state_sizes
+from symjax.attention.core.arguments import check_arrays
 from symjax.attention.core.feature_maps import feature_map
 from symjax.attention.core.visibility import hidden_as_zero, visible_keys
 from symjax.attention.features import IDENTITY, PLAIN
+from symjax.attention.recurrent.arguments import check_mask, state_sizes
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.linear_state import LinearState

@@ -24,12 +24,14 @@ from symjax.attention.core.arguments import (
     as_array,
     check_arrays,
     check_choice,
-    check_mask,
     check_number,
     shown,
 )
 from symjax.attention.core.meshes import on_any_mesh, spec_of_rows
 from symjax.attention.core.products import einsum, over, over_root
+from symjax.attention.recurrent.arguments import (
+    check_mask,
+)
 
 # Constants of `_exponential`, which makes it exact to rounding for eigenvalues above
 # −3500 in float64, and above −20,000 in float32.

@@ -24,13 +24,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import (
-    as_array,
-    check_heads,
-    check_positive,
-    state_sizes,
-)
+from symjax.attention.core.arguments import as_array, check_heads, check_positive
 from symjax.attention.core.products import sum_dtype
+from symjax.attention.recurrent.arguments import state_sizes
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.ridge import Mesa, MesaState
 

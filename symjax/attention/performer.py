@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from symjax.attention.core.arguments import check_kind, check_positive, state_sizes
+from symjax.attention.core.arguments import check_kind, check_positive
 from symjax.attention.core.feature_maps import FeatureParameters, feature_map
 from symjax.attention.favor import WITH_STATISTICS, Statistics, favor_parameters
 from symjax.attention.random_features import RANDOM_FEATURES, default_projection
+from symjax.attention.recurrent.arguments import state_sizes
 from symjax.attention.recurrent.bidirectional import attend
 from symjax.attention.recurrent.engine import attend_causal, attend_step
 from symjax.attention.recurrent.linear_state import LinearState

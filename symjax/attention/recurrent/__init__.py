@@ -16,4 +16,5 @@ power_series.py   power series of the matrix QQᵀ of every prefix
 ridge.py          ridge regression: the Mesa layer, resolvents of QQᵀ
 triangular.py     triangular systems and factors of the tokens of a chunk
 flash_groups.py   the engine of FLASH
+arguments.py      checks of tokens and states
 """

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.arguments import check_tokens
 from symjax.attention.core.feature_maps import finite
 from symjax.attention.core.meshes import on_any_mesh, spec_of_rows, vary_alike
 from symjax.attention.core.operands import Tokens
 from symjax.attention.core.products import sum_dtype
 from symjax.attention.core.sequence import id_changes
+from symjax.attention.recurrent.arguments import check_tokens
 from symjax.attention.recurrent.chunks import (
     Span,
     layout,

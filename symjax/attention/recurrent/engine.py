@@ -27,14 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.arguments import (
-    check_axis,
-    check_choice,
-    check_count,
-    check_flag,
-    check_state,
-    check_tokens,
-)
+from symjax.attention.core.arguments import check_choice, check_count, check_flag
 from symjax.attention.core.devices import by_platform
 from symjax.attention.core.meshes import on_any_mesh, vary_alike
 from symjax.attention.core.operands import Tokens
@@ -44,6 +37,7 @@ from symjax.attention.kernels.dispatch import (
     run_named_recurrence,
     run_recurrence,
 )
+from symjax.attention.recurrent.arguments import check_axis, check_state, check_tokens
 from symjax.attention.recurrent.chunks import layout, merge_heads, scan
 from symjax.attention.recurrent.recurrence import Recurrence
 from symjax.attention.recurrent.schedule import (

@@ -29,6 +29,37 @@ def output(word: str) -> Path:
     return path
 
 
+def text_file(word: str) -> Path:
+    """Return the path of a file that exists and is not empty."""
+    path = existing(word)
+    if not path.is_file() or not path.stat().st_size:
+        raise ArgumentTypeError(f"{word} must be a file with text")
+    return path
+
+
+def folder(word: str) -> Path:
+    """Return the path of a folder, which is made if it does not exist."""
+    path = Path(word)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(
+            f"{word} cannot be a folder: {error.strerror}"
+        ) from None
+    return path
+
+
+def wheels(word: str) -> list[Path]:
+    """Return the wheels of a folder."""
+    found = sorted(existing(word).glob("*.whl"))
+    if not found:
+        raise ArgumentTypeError(f"{word} is no folder with files *.whl")
+    for path in found:
+        if path.name.count("-") < 4:
+            raise ArgumentTypeError(f"{path} is not named as a wheel is")
+    return found
+
+
 def existing(word: str) -> Path:
     """Return the path of a file or folder that exists."""
     path = Path(word)

@@ -6,10 +6,11 @@ Rows are measured in the order of the list in device_rows.py. A row is compiled,
 checked, timed, printed and added to --json before the next row starts. Rows that would
 not fit into --seconds are skipped and named at the end.
 
-The same command continues: rows that --json has from the same device and the same
-sources of symjax are not measured again. Rows with a fault are tried again after all
-other rows. Exit code 1: a row of symjax has a fault. Exit code 2: there is no row to
-measure.
+The same command continues: rows that --json has from the same device, the same sources
+of symjax and the same jax are not measured again. Rows with a fault are tried again
+after all other rows, and so are rows that lacked another library if the installed
+libraries have changed. Rows of the study also depend on --text, --seeds and --steps.
+Exit code 1: a row of symjax has a fault. Exit code 2: a wrong option.
 
 machine      ceilings of the device: speed of a matrix product and of a copy
 attention    causal attention in bfloat16, forward + backward and forward alone,
@@ -36,15 +37,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 
-from arguments import existing, numbers, output, positive
+from arguments import folder, numbers, output, positive, text_file, wheels
 from device_process import Found, Measuring
 from device_rows import LONGEST, PARTS, ROWS, SECONDS, SMALL, Row, Sizes, attention
 
 ROOT = Path(__file__).resolve().parents[1]
 WEEK = 7 * 24 * 3600  # seconds
+STUDY_LEAST = 45  # seconds: runs are stopped 30 s before the end, and take 10 to start
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -54,11 +57,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seconds", type=positive, help="limit of the whole call (none)")
     add("--json", type=output, metavar="FILE", help="write a line per row here")
-    add("--wheels", type=existing, metavar="FOLDER", help="install what is missing")
+    add("--wheels", type=wheels, metavar="FOLDER", help="install what is missing")
     add("--part", choices=PARTS)
     add("--only", default="", metavar="TEXT", help="rows whose name contains it")
     add("--lengths", type=positive, nargs="+", help="tokens of the attention rows")
-    add("--text", type=existing, metavar="FILE", help="text of the study")
+    add("--text", type=text_file, metavar="FILE", help="text of the study")
     add("--seeds", type=numbers, default=Sizes().seeds, help="seeds of the study")
     add("--steps", type=positive, help="steps of each run of the study (30,000)")
     add(
@@ -77,26 +80,25 @@ def chosen(options: argparse.Namespace) -> list[Row]:
     rows = list(ROWS)
     if options.lengths:
         others = [x for x in rows if x.part != "attention"]
-        rows = [*attention(options.lengths), *others]
+        rows = [*attention(list(dict.fromkeys(options.lengths))), *others]
     if options.text is None and options.part != "study":
         rows = [x for x in rows if x.part != "study"]
     parts = [options.part] if options.part else PARTS
     return [x for x in rows if x.part in parts and options.only in x.name]
 
 
-def install(wheels: Path) -> None:
-    """Install missing wheels into a temporary folder, for this call and its children.
+def install(found: Sequence[Path], target: str) -> None:
+    """Install the wheels that are missing into a folder, and use this folder.
 
     Raises:
         CalledProcessError: pip failed; it has printed why.
     """
-    missing = [x for x in sorted(wheels.glob("*.whl")) if not _installed(x)]
+    missing = [x for x in found if not _installed(x)]
     if missing:
-        folder = tempfile.mkdtemp(prefix="wheels-")
         words = "pip install --quiet --no-index --no-deps --no-compile".split()
-        words += ["--disable-pip-version-check", "--target", folder]
+        words += ["--disable-pip-version-check", "--target", target]
         subprocess.run([sys.executable, "-m", *words, *missing], check=True)
-        use(folder)
+        use(target)
 
 
 def _installed(wheel: Path) -> bool:
@@ -122,37 +124,77 @@ def revision() -> str:
     return digest.hexdigest()[:12]
 
 
+def libraries() -> Found:
+    """Return the versions of the libraries that rows compare with, by name."""
+    found = {}
+    for name in ("torch", "flash-linear-attention", "jax-linear-attention"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 class Records:
     """Measured rows of this device and these sources, in a file of JSON lines.
 
     Args:
         common: what a row of the file must have to count: device, revision, size.
+        study: what rows of the study must have, too: text, seeds and steps.
+        libraries: the present `libraries`. A row that lacks a rival is measured again
+            if they were others.
     """
 
-    def __init__(self, file: Path | None, common: Found):
-        self.file, self.common = file, common
+    def __init__(
+        self,
+        file: Path | None,
+        common: Found,
+        study: Found | None = None,
+        libraries: Found | None = None,
+    ):
+        self.file, self.common, self.libraries = file, common, libraries or {}
+        self.study = study or {}
         self.rows: dict[str, Found] = {}
         if file and file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                if all(row.get(x) == y for x, y in common.items()):
-                    self.rows[row["name"]] = row
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                row = dict(json.loads(line))
+                wanted = self._wanted(row["part"])
+            except (ValueError, TypeError, KeyError):
+                print(f"{file}: line {number} is no row; left out", file=sys.stderr)
+                continue
+            if all(row.get(x) == y for x, y in wanted.items()):
+                self.rows[row["name"]] = row
+        if text and not text.endswith("\n"):  # a call was killed while it wrote
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write("\n")
+
+    def _wanted(self, part: str) -> Found:
+        return self.common | (self.study if part == "study" else {})
 
     def add(self, row: Row, found: Found) -> None:
-        record = {"name": row.name, "part": row.part, **self.common, **found}
+        record = {"name": row.name, "part": row.part, **self._wanted(row.part), **found}
+        rivals = found.get("rivals", {}).values()
+        if any("missing" in x for x in rivals):
+            record["libraries"] = self.libraries
         self.rows[row.name] = record
         if self.file:
             with self.file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
 
     def complete(self, row: Row) -> bool:
-        return "fault" not in self.rows.get(row.name, {"fault": ""})
+        record = self.rows.get(row.name, {"fault": ""})
+        same = record.get("libraries", self.libraries) == self.libraries
+        return "fault" not in record and same
 
     def estimate(self, row: Row) -> float:
         """Estimate the seconds of a row by those of measured rows of its part."""
         alike = [x["seconds"] for x in self.rows.values() if x["part"] == row.part]
         if row.part == "study" or not alike:
-            return SECONDS[row.part] / (4 if self.common["small"] else 1)
+            seconds = SECONDS[row.part] / (4 if self.common["small"] else 1)
+            return max(seconds, STUDY_LEAST) if row.part == "study" else seconds
         return mean(alike)
 
 
@@ -209,8 +251,17 @@ def _number(value: object) -> str:
 
 
 def main(words: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="wheels-") as installed:
+        return run(parse(words), installed)
+
+
+def run(options: argparse.Namespace, installed: str) -> int:
+    """Measure the rows that the options ask for, and return the exit code.
+
+    Args:
+        installed: an empty folder for wheels.
+    """
     began = time.monotonic()
-    options = parse(words)
     if options.part == "study" and options.text is None:
         print("study: it needs a text: --text FILE", file=sys.stderr)
         return 2
@@ -231,14 +282,31 @@ def main(words: list[str]) -> int:
     # PyTorch needs memory of the device, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     use(str(ROOT))
-    if options.wheels:
-        install(options.wheels)
+    try:
+        if options.wheels:
+            install(options.wheels, installed)
+        if any(x.part == "study" for x in rows):
+            folder(options.out)
+    except subprocess.CalledProcessError:
+        print("--wheels: pip cannot install them, as it says above", file=sys.stderr)
+        return 2
+    except argparse.ArgumentTypeError as error:
+        print(f"--out: {error}", file=sys.stderr)
+        return 2
     try:
         worker = Measuring(sizes)
     except EOFError:
         return 1
-    common = {"device": worker.device, "revision": revision(), "small": options.small}
-    records = Records(options.json, common)
+    common = {
+        "device": worker.device,
+        "revision": revision(),
+        "jax": importlib.metadata.version("jax"),
+        "small": options.small,
+    }
+    study = {"seeds": sizes.seeds, "steps": sizes.steps}
+    if options.text:
+        study["text"] = hashlib.sha256(options.text.read_bytes()).hexdigest()[:12]
+    records = Records(options.json, common, study, libraries())
     left = [x for x in rows if not records.complete(x)]
     passed = time.monotonic() - began
     print(f"{worker.device}, ready after {passed:.0f} s, {len(left)} rows", end="")

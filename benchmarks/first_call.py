@@ -20,7 +20,8 @@ ratio                   the sum of these three over that of
 lines                   lines of StableHLO of the gradient
 
 All calls run in one process after one call of the reference that is not counted, so
-that imports are not measured. The caches of jax are cleared before each call, and the
+that imports of jax are not measured. With --rounds 1 the first call of a kind of kernel
+also imports its module. The caches of jax are cleared before each call, and the
 cache of compiled programs on disk is off. --lines prints the lines alone and compiles
 nothing.
 """
@@ -38,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from benchmarks.arguments import positive
 from symjax import attention
 from symjax.estimate import targets
 
@@ -180,7 +182,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", type=names_of_calls, default=list(CALLS), help="names between commas"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--lines", action="store_true", help="only count lines")
     parser.add_argument("--target", help="v5e-4, h200-1 … (default: the CPU)")
     chosen = parser.parse_args(words)

@@ -74,11 +74,12 @@ def _start(workdir: Path, words: Sequence[str]) -> subprocess.Popen:
 
 
 def _stop(processes) -> None:
-    """Let each process save its state and end; kill those that do not."""
+    """Let each process save its state and end; kill those that do not in time."""
     for process in processes:
         process.terminate()
+    end = time.monotonic() + SAVING - 10
     for process in processes:
         try:
-            process.wait(SAVING - 5)
+            process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()

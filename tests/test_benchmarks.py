@@ -232,6 +232,55 @@ def test_a_second_call_continues(device, monkeypatch, tmp_path, capfd):
     assert "1 rows, 2 more are in the file already" in capfd.readouterr().out
 
 
+def test_a_row_without_a_rival_is_measured_again_with_other_libraries(device, tmp_path):
+    file, row = tmp_path / "rows.json", device.Row("attention", "softmax", 4096)
+    common = {"device": "cpu", "small": True}
+    first = device.Records(file, common, libraries={})
+    first.add(row, {"seconds": 1.0, "rivals": {"fla": {"missing": "no fla"}}})
+    assert device.Records(file, common, libraries={}).complete(row)
+    later = device.Records(file, common, libraries={"torch": "2.11"})
+    assert not later.complete(row)
+    later.add(row, {"seconds": 1.0, "rivals": {"fla": {"ms": 1.0}}})
+    assert device.Records(file, common, libraries={}).complete(row)
+
+
+def test_rows_of_a_study_belong_to_its_steps(device, tmp_path):
+    file, row = tmp_path / "rows.json", device.Row("study", "3l")
+    device.Records(file, {"small": True}, {"steps": 2}).add(row, {"seconds": 1.0})
+    for steps in (2, 3):
+        records = device.Records(file, {"small": True}, {"steps": steps})
+        assert records.complete(row) == (steps == 2)
+
+
+def test_lines_that_are_no_rows_are_left_out(device, tmp_path, capsys):
+    file, rows = tmp_path / "rows.json", [device.Row("machine", x) for x in "ab"]
+    device.Records(file, {}).add(rows[0], {"seconds": 1.0})
+    file.write_bytes(file.read_bytes() + b'[1, 2]\n\xff\n{"name": "b", "pa')
+    device.Records(file, {}).add(rows[1], {"seconds": 1.0})
+    assert capsys.readouterr().err.count("is no row; left out") == 3
+    assert all(device.Records(file, {}).complete(x) for x in rows)
+
+
+def test_wrong_folders_of_the_device_script_have_one_line(device, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("text")
+    (tmp_path / "odd.whl").write_text("junk")
+    (tmp_path / "empty").touch()
+    for words in (
+        ["--wheels", str(file)],
+        ["--wheels", str(tmp_path)],
+        ["--text", str(tmp_path)],
+        ["--text", str(tmp_path / "empty")],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            device.main(words)
+        assert ended.value.code == 2
+        assert "error: argument" in capsys.readouterr().err.splitlines()[-1]
+    words = ["--part", "study", "--text", str(file), "--out", str(file / "below")]
+    assert device.main(words) == 2
+    assert "cannot be a folder" in capsys.readouterr().err
+
+
 class Worker:
     """A worker whose rows take ten seconds of a simulated clock."""
 

@@ -443,11 +443,12 @@ def test_missing_wheels_are_installed_for_this_call(device, tmp_path):
         tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         wheel.writestr(f"{about}/WHEEL", tags)
         wheel.writestr(f"{about}/RECORD", "")
-    before = [*sys.path]
-    device.install(tmp_path)
+    wheels = device.parse(["--wheels", str(tmp_path)]).wheels
+    before, target = [*sys.path], str(tmp_path / "installed")
+    device.install(wheels, target)
     assert importlib.import_module(name).answer == 42
     assert len(sys.path) == len(before) + 1
-    device.install(tmp_path)  # the wheel is installed
+    device.install(wheels, target)  # the wheel is installed
     assert len(sys.path) == len(before) + 1
 
 

@@ -186,9 +186,9 @@ def rotary(options: config.Model, head_size: int) -> Rotary:
     try:
         turning = turning_features((head_size,), options.rope_share)
     except ValueError as error:
+        key = "attention.key_size" if options.attention.key_size else "head_size"
         raise ValueError(
-            f"model.positions {options.positions!r}: {error}: give an even "
-            "model.head_size"
+            f"model.positions {options.positions!r}: {error}: give an even model.{key}"
         ) from None
     try:
         made.scaled(turning)

@@ -113,8 +113,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head (K + m heads). Recurrences take
-            log_decay and beta only if K ≤ N/r, so that there are 2K key heads.
+            have one number per token and key head (K + m heads). Recurrences
+            repeat noise heads and take log_decay and beta only if K ≤ N/r, where m = K.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

@@ -258,9 +258,10 @@ def capabilities(mechanism: Mechanism) -> dict[str, bool | str]:
 def table() -> str:
     """Return a table of the capabilities of all mechanisms as text, one row for each.
 
-    `symmetric` and `differential` have no rows. These functions take every mechanism
-    except flash and matrix_function, which have other arguments than (query, key,
-    value). Layers have other limits (docs/training.md).
+    The functions `symmetric` and `differential` have no rows, since they are no
+    mechanisms: they take one as argument. They take every mechanism except flash and
+    matrix_function, which have other arguments than (query, key, value). Layers have
+    other limits (docs/training.md).
     """
     names = capabilities(SCORED)
     rows = [("mechanism", *names, "time per head", "memory to decode")]

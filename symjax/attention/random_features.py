@@ -109,9 +109,11 @@ def _estimating(
 
     Args:
         features: f, a function of w·x' for all rows w.
-        sign: −1 if the mean of f(w·q')·f(w·k') over w is exp(|q' + k'|²/2), that is
-            exp(q'·k') exp(|q'|²/2) exp(|k'|²/2). +1 if it is exp(−|q' − k'|²/2), that
-            is exp(q'·k') exp(−|q'|²/2) exp(−|k'|²/2).
+        sign: depends on the mean of f(w·q')·f(w·k') over w:
+
+            mean                sign
+            exp(|q' + k'|²/2)   −1 (positive, hyperbolic)
+            exp(−|q' − k'|²/2)  +1 (trigonometric)
         exponential: see `Features`.
     """
 

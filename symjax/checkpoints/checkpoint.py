@@ -42,7 +42,7 @@ class Checkpoints:
 
     Args:
         directory: absolute path; the directory is made if it is missing.
-        keep: number of the newest whole checkpoints to keep. With None the checkpoints
+        keep: number of the newest undamaged checkpoints to keep. With None checkpoints
             can only be read: nothing is made, written or deleted.
         best: also keep the checkpoint whose meta has the least `heldout_loss`.
     Raises:
@@ -102,14 +102,13 @@ class Checkpoints:
         caller may donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
-        checkpoints are unharmed, and the next call of `wait` raises the error. If the
-        next call is another `save`, it only prints the error in a run of one process,
-        and raises it in a run of several.
+        checkpoints are unharmed, and a later `wait` raises the error. If another `save`
+        comes first, it prints the error in a run of one process, and raises it in a run
+        of several.
 
-        If the last `restore` restored an older checkpoint than the newest, for instance
-        because the newest is damaged, the checkpoints after the restored one are
-        deleted after this save. If one of them has the number `step`, it is deleted
-        before the save.
+        Checkpoints that are newer than the one that was last restored, for instance
+        because they are damaged, are deleted: one with the number `step` before this
+        save, the others after it.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
@@ -140,7 +139,7 @@ class Checkpoints:
         best: bool = False,
         warn: Callable[[str], None] = print_warning,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Restore a checkpoint, by default the newest whole one.
+        """Restore a checkpoint, by default the newest undamaged one.
 
         The arrays are bitwise those that were saved, on any mesh. Every array is read
         once.
@@ -149,7 +148,7 @@ class Checkpoints:
             abstract_trees: item name → pytree of `jax.ShapeDtypeStruct` with shardings
                 (the default device if there is none). Other items are not read.
             step: restore the checkpoint of this step.
-            best: restore the whole checkpoint with the least held-out loss.
+            best: restore the undamaged checkpoint with the least held-out loss.
             warn: called with one line for each damaged checkpoint that was skipped.
         Returns:
             (trees, meta).

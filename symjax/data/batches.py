@@ -172,8 +172,8 @@ def training_windows(
     its own order, and its own shift of the cuts. A batch may begin in one epoch and end
     in the next. Every token is a target once per epoch, with two exceptions:
 
-    - tokens at the two ends of the text (or of each source of a mixture, or of each
-      shard of a stream), together at most two windows of them;
+    - at most two windows of tokens at the beginning and the end of the text, of each
+      source of a mixture, or of each shard of a stream;
     - the first token of each document, if documents are separate and no separator
       token belongs to two of them (`shared` is False).
 

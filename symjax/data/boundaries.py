@@ -42,7 +42,8 @@ class Boundaries(NamedTuple):
 
         In the text "end A end B end" of two sources A and B, source A is "end A end"
         and source B is "end B end": they share one token. With other boundaries they
-        share none, and a token `between` A and B counts as part of source B.
+        share none. A token `between` A and B is written when B begins, and lies in the
+        range of source B.
         """
         return int(self.shared and self.after is not None)
 

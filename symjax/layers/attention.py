@@ -219,8 +219,10 @@ class Attention(nnx.Module):
         if self.chosen.position_term:
             places = jnp.arange(cache.value.shape[1])[None]
             operands["bias"] = self.position_term.bias_of(places)
-        read = partial(self.keys_of, lengths=lengths)
-        mixed, cache = self.mixer.decode(operands, cache, position, padding_mask, read)
+        keys_of = partial(self.keys_of, lengths=lengths)
+        mixed, cache = self.mixer.decode(
+            operands, cache, position, padding_mask, keys_of
+        )
         if inputs is not None:
             cache = Convolved(cache, inputs)
         return self._output(x, mixed, operands), cache

@@ -76,8 +76,8 @@ class Mixer:
     def mechanism_sizes(self) -> Sizes:
         """Sizes of the arrays that the mechanism gets.
 
-        In score mechanisms, heads that share a noise map also share its query head. In
-        recurrences each head has a query head and a state of its own for the noise.
+        Score mechanisms get one noise head for all heads that share it. Recurrences get
+        a copy of it for each of these heads, each with its own state.
         """
         shares = self.signals == 1 or self.entry.implementations
         return self.sizes if shares else self.sizes.repeat_noise()

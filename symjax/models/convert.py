@@ -61,9 +61,8 @@ COMBINED = {"none": ("none", "v1", "v2"), "v1": ("v1",), "v2": ("v2",)}
 # Weights that act on queries → the weights that act on projected keys.
 OF_KEYS = {"query_norm": "own_key_norm", "query_convolution": "key_convolution"}
 
-# If one of these keys differs, the target with the converted weights computes another
-# function than the source. Some other keys do so in some models only; `changes` adds
-# those. If only remaining keys differ, the function is the same.
+# Keys that change the function that the same weights compute, in every model. `changes`
+# adds keys that change it in some models only. No other key changes it.
 CHANGING = (
     *("rope_base", "rope_share", "rope_scaling", "pattern"),
     *("attention.mechanism", "attention.depth_offset", "attention.length_base"),

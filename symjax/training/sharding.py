@@ -1,7 +1,7 @@
 """Meshes of devices, and the sharding of weights, optimizer states and batches.
 
-Rules give the mesh axes of a weight by its path: `BEFORE_LAYERS`, then those of
-`symjax.layers`, then `AFTER_LAYERS`.
+Rules give the mesh axes of a weight by its path: `FIRST_RULES`, then those of
+`symjax.layers`, then `LAST_RULES`.
 """
 
 import math
@@ -23,7 +23,7 @@ MOST_DEVICES = 4096  # largest number of devices that a process simulates
 
 # The first pattern that matches a weight's path gives its axes. * matches any text,
 # including slashes.
-BEFORE_LAYERS = (
+FIRST_RULES = (
     ("embedding/embedding", P(None, "fsdp")),
     ("positions", P(None, "fsdp")),
     ("patches/kernel", P(None, "fsdp")),
@@ -32,7 +32,7 @@ BEFORE_LAYERS = (
     ("head/bias", P(None)),
     ("*norm/*", P(None)),
 )
-AFTER_LAYERS = (
+LAST_RULES = (
     ("blocks/*/out/kernel", P("tensor", "fsdp")),
     ("blocks/*/down/kernel", P("tensor", "fsdp")),
     ("blocks/*/out/bias", P(None)),
@@ -122,8 +122,8 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     gather.
 
     On CPUs the option makes XLA use its library YNNPACK for sums only. Products are
-    computed by Eigen. With it a step of gpt or performer at `:3l` takes 0.88 to 0.95 of
-    the time without it, and a step of diff the same time
+    computed by Eigen. With the option a step of gpt or performer at `:3l` takes 0.88 to
+    0.95 of the time without it, and a step of diff the same time
     (benchmarks/compiler_options.py).
     """
     return _OPTIONS.get(mesh.devices.flat[0].platform, {})
@@ -159,7 +159,7 @@ def check_batch(options: config.Config, mesh: Mesh) -> None:
 def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     """Return the sharding of every weight of a nested dict, by its rule.
 
-    The rules are those of `BEFORE_LAYERS`, `symjax.layers.rules()` and `AFTER_LAYERS`,
+    The rules are those of `FIRST_RULES`, `symjax.layers.rules()` and `LAST_RULES`,
     in this order. The first rule that matches the weight's path decides.
 
     Raises:
@@ -168,7 +168,7 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     """
 
     inside = [(f"blocks/*/{pattern}", axes) for pattern, axes in rules_of_layers()]
-    rules = *BEFORE_LAYERS, *inside, *AFTER_LAYERS
+    rules = *FIRST_RULES, *inside, *LAST_RULES
 
     def place(path: tuple, weight: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -18,8 +18,8 @@ def lowered_for(*platforms: str) -> AbstractContextManager:
             jax.export.export(jax.jit(function), platforms=("tpu", "cuda"))(*arrays)
 
     Callers need it only for `jax.export` and for `lower(lowering_platforms=…)`. Without
-    it, a program for a platform that is not on this machine is correct, but may have
-    the loops that are fast on a CPU.
+    it, a program for a platform that is not on this machine is correct, but may be
+    slow: it may have the loops that are fast on a CPU.
 
     Args:
         platforms: "cpu", "cuda", "rocm" or "tpu", as `jax.lax.platform_dependent`

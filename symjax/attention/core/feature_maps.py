@@ -85,17 +85,16 @@ class Features(NamedTuple):
             the number by which `Normalised.prepare` has divided φ(q). None: weights are
             sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative_count: for maps whose features change sign, although the weights of
-            pairs do not: a function H → n, where the first n features of a key are
-            never negative. n is H for "squared" (the squares), and 1 for "taylor" and
-            cosine (the number 1). None for other maps. If the terms of a denominator
-            cancel, so that it is only rounding error, the row is a mean of the values
-            instead. It weighs a value by the sum of these n features of its key
-            (`recurrent.cancellation`).
-        centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k). They
-            are shifted by the mean of all keys, so that the terms of a product cancel
-            less. Only bidirectional attention can use them, since it knows all keys. In
-            the result the first feature of every key is 1.
+        nonnegative_count: a function H → n: the first n features of a key are never
+            negative. For maps whose features change sign, although the weights of pairs
+            do not: "squared" has n = H (the squares), "taylor" and cosine have n = 1
+            (the number 1). None for other maps. If a denominator is only rounding
+            error, the row is a mean of the values. The weight of a value in this mean
+            is the sum of these n features of its key (`recurrent.cancellation`).
+        centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k), whose
+            terms cancel less. With m the mean of all keys, q·k is the product of
+            [q·m, q] and [1, k − m]. Only bidirectional attention can use them, since it
+            knows all keys. In the result the first feature of every key is 1.
         bounded: whether the first feature is 1 and the others are a vector of length 1
             at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
             sum to at most 2. GPU kernels take such maps even if features change sign.

@@ -80,7 +80,7 @@ class Visibility:
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # `count` sums over keys, so each gets an entry
+        if self.mask is not None:  # for all keys, since `count` sums over them
             shape = (*self.mask.shape[:3], self.key_positions.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:
@@ -165,7 +165,8 @@ def hidden_as_zero(
     """Return keys, values and other arrays of keys, with 0 for hidden keys.
 
     NaN and infinity in hidden keys then reach no output and no gradient. NaN in a query
-    still reaches its own row. It may also reach the gradient of every key, hidden or
-    not, because 0 · NaN is NaN. So set queries of padding to zero.
+    still reaches its own row. It may also reach the gradients of all visible keys, even
+    of those that its row does not see, because 0 · NaN is NaN. So set queries of
+    padding to zero.
     """
     return tuple(jnp.where(visible[:, :, None, None], x, 0) for x in arrays)

@@ -86,9 +86,8 @@ class Kernel(Protocol):
         """Return the rows of the call.
 
         The last argument is the fallback, which computes the same rows in XLA. GPU
-        kernels of features use it for rows that underflow. TPU kernels of features have
-        no derivative by a random projection; the fallback computes it if a call needs
-        it.
+        kernels of features use it for rows that underflow. TPU kernels of features do
+        not compute the gradient of a random projection; the fallback does.
         """
         ...
 
@@ -231,8 +230,8 @@ def run_named(
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
 
-    Only test 4 is made. So kernels for GPUs test the device in their `refusal`. Kernels
-    for TPUs accept any machine: without a TPU they are interpreted.
+    Only test 4 is made. So kernels test the device in their `refusal`. Without a TPU,
+    kernels for TPUs are interpreted.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.

@@ -10,7 +10,8 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
   because φ(0) need not be 0. A decay that all tokens share is a parameter, which cannot
-  be 0 for hidden tokens alone. So it is applied once for each visible token.
+  be 0 for the padding alone. So it is applied once for each visible token. With a mask
+  or segments such a decay is an operand (`shared_or_per_token`).
 
 A hidden token still has a row, which is computed from its query.
 """

@@ -228,8 +228,8 @@ def _magnitude(x: Array) -> Array:
 def divide(rows: RowSums) -> Float[Array, "*rows V"]:
     """Return numerator / denominator, and 0 if the denominator is only rounding error.
 
-    Both are first divided by the value of the denominator, which is a constant to the
-    gradient. The gradient of a plain quotient has denominator², which may underflow.
+    The quotient n/d is computed as (n/c) / (d/c), where c = d is a constant to the
+    gradient. The gradient of a plain quotient has d², which may underflow.
     """
     tolerance = 8 * jnp.finfo(rows.denominator.dtype).eps
     constant, magnitude = jax.lax.stop_gradient((rows.denominator, rows.magnitude))

@@ -26,8 +26,7 @@ exp(shift), so that features stay in the range of float32:
   of earlier chunks do not change at all.
 - A row can underflow if the features of a key that it does not see (a later key of its
   chunk, or one of another segment) are e⁴⁶ times as large as those of all keys that it
-  sees. `core/underflow.py` computes such a row again, with the maximum of the keys that
-  it sees.
+  sees. `core/underflow.py` computes such a row again, divided by its own largest term.
 """
 
 from dataclasses import dataclass

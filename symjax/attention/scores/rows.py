@@ -124,7 +124,7 @@ def _two_suffice(settings: ScoreSettings, arrays: ScoreArrays) -> bool:
 
 
 def _checkpoint(function: Callable, **options: Any) -> Callable:
-    """Apply `jax.checkpoint`, saving the arrays and the arrays named KEPT."""
+    """Apply `jax.checkpoint`, saving only the arguments and the arrays named KEPT."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     return jax.checkpoint(function, policy=policy, **options)
 
@@ -212,7 +212,7 @@ def _block(
     branches = [arrays]
     if lam is not None:
         branches = [arrays.branch(index, signals) for index in range(2)]
-    maps = []  # one map per branch: XLA would copy a map of both to split it
+    maps = []  # one per branch: XLA would copy one array of both maps to split it
     for branch in branches:
         visible = branch.visibility.pairs()
         found = row_weights(

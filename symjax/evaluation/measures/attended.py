@@ -76,16 +76,16 @@ def uniform_map(visible: Pairs) -> Float[np.ndarray, "T T"]:
 def noise(run: LoadedRun, options: Options) -> Result:
     """Measure shares of |A| on the answer, the context and elsewhere, by layer.
 
-    The number `answer` is the share of a row on the keys that hold its target. The
-    share of the other keys, `context` and `elsewhere`, is noise. This noise
-    is not the noise map of grouped differential attention. Attention finds
-    answers if `answer` exceeds the column "answer if uniform". In a differential layer,
-    compare the rows A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the
-    subtraction has removed noise.
+    The number to read is `answer`, the share of a row on the keys that hold its target.
+    Attention finds answers if it exceeds the column "answer if uniform". What falls on
+    other keys, `context` and `elsewhere`, is called noise here; the noise map of
+    differential attention is something else. In a differential layer, compare the rows
+    A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the subtraction has
+    removed noise.
 
     In text with the tokens x, for row t, whose target is the next token x_{t+1}:
-        answer     the keys s ≤ t with x_s = x_{t+1}; rows without such keys are left
-                   out
+        answer     the keys with x_s = x_{t+1} that the row sees; rows without such keys
+                   are left out
         context    the last 16 keys, t included, except answers
         elsewhere  all other keys
     In an encoder that predicts masked tokens, for a masked position t:

@@ -135,8 +135,8 @@ class Part(NamedTuple):
             options.
         head_norm: True adds an RMSNorm per head, for recurrences whose rows are not
             divided by a denominator.
-        options: (model, mechanism) → options of the mechanism, if they are not the
-            keys of model.attention with the same names.
+        options: (model, mechanism) → options of the mechanism. By default they are
+            the keys of model.attention with the same names.
         keys: model.attention → names of its configuration keys that the part reads,
             except options of the mechanism.
         learned: values of model.attention.features, such as "hedgehog", whose maps have

@@ -68,7 +68,9 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
 
 
 def _options(options: config.Model, mechanism: str) -> dict[str, Any]:
-    """Return the options of a mechanism, without a law that has weights.
+    """Return the options of a mechanism.
+
+    A law of length with weights of the layer is left out: `_operands` adds it.
 
     Raises:
         ValueError: the law `learned` without model.attention.length_base, or another

@@ -11,8 +11,8 @@ attention V1 values are wider:
 - Wider values: they are cut into slices as wide as a key, with one call each.
 
 On an H200, 4 rows of 4096 tokens with 16 heads, key branches of 64 and values of 128
-take 4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential`
-takes 2.75 ms there, so dispatch tries it before cuDNN.
+took 4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential`
+took 2.75 ms in the same run, so dispatch tries it before cuDNN.
 
 Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
 With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of

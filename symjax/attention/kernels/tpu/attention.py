@@ -34,7 +34,7 @@ class TpuSoftmax(NamedTuple):
 
     def refusal(self, arrays: ScoreArrays) -> str | None:
         """Return why the kernel does not support a call; None if it does."""
-        query, _, value, bias, slopes, _, _, known, adjustment = arrays
+        query, _, value, bias, slopes, _, _, visibility, adjustment = arrays
         settings = self.settings
         if backend() == "tpu" and not on_tpu():
             return "it needs a TPU of v4 or later, and jax_enable_x64 off"
@@ -49,9 +49,11 @@ class TpuSoftmax(NamedTuple):
             return "it takes no bias and no alibi"
         if adjustment is not None:
             return "it takes no log_decay and no sink"
-        if known.mask is not None and known.mask.shape[1:3] != (1, 1):
-            return f"it takes a mask of keys alone, [B 1 1 S], got {known.mask.shape}"
-        if not known.consecutive:
+        if visibility.mask is not None and visibility.mask.shape[1:3] != (1, 1):
+            return (
+                f"it takes a mask of keys alone, [B 1 1 S], got {visibility.mask.shape}"
+            )
+        if not visibility.consecutive:
             return "it takes rows that follow each other, without positions"
         if settings.scale is None:
             return "it takes a scale that is a number, not an array"
@@ -76,10 +78,10 @@ def _attend(
     interpret: Any, settings: ScoreSettings, arrays: ScoreArrays
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for softmax."""
-    known, lam = arrays.visibility, arrays.lam
-    mask = known.mask
+    visibility, lam = arrays.visibility, arrays.lam
+    mask = visibility.mask
     if mask is not None:
-        mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], known.length))
+        mask = jnp.broadcast_to(mask[:, 0, 0], (mask.shape[0], visibility.length))
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in arrays[:3])
     output = attend_in_tiles(
         query,
@@ -87,12 +89,14 @@ def _attend(
         value,
         None if lam is None else jnp.swapaxes(lam, 1, 2),
         scale=settings.scale,
-        window=known.window,
+        window=visibility.window,
         mask=mask,
-        mask_self=known.mask_self,
-        runs=known.key_segments,
+        mask_self=visibility.mask_self,
+        runs=visibility.key_segments,
         length_base=settings.length_base,
-        first=known.row_positions[0, 0] if settings.offset is None else settings.offset,
+        first=visibility.row_positions[0, 0]
+        if settings.offset is None
+        else settings.offset,
         interpret=interpret,
     )
     return jnp.swapaxes(output, 1, 2)

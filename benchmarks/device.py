@@ -161,12 +161,12 @@ class Records:
         for number, line in enumerate(text.splitlines(), start=1):
             try:
                 row = dict(json.loads(line))
-                wanted = self._wanted(row["part"])
+                name, part, _ = (row[x] for x in ("name", "part", "seconds"))
             except (ValueError, TypeError, KeyError):
                 print(f"{file}: line {number} is no row; left out", file=sys.stderr)
                 continue
-            if all(row.get(x) == y for x, y in wanted.items()):
-                self.rows[row["name"]] = row
+            if all(row.get(x) == y for x, y in self._wanted(part).items()):
+                self.rows[name] = row
         if text and not text.endswith("\n"):  # a call was killed while it wrote
             with file.open("a", encoding="utf-8") as lines:
                 lines.write("\n")
@@ -191,11 +191,11 @@ class Records:
 
     def estimate(self, row: Row) -> float:
         """Estimate the seconds of a row by those of measured rows of its part."""
+        typical = SECONDS[row.part] / (4 if self.common["small"] else 1)
+        if row.part == "study":
+            return max(typical, STUDY_LEAST)
         alike = [x["seconds"] for x in self.rows.values() if x["part"] == row.part]
-        if row.part == "study" or not alike:
-            seconds = SECONDS[row.part] / (4 if self.common["small"] else 1)
-            return max(seconds, STUDY_LEAST) if row.part == "study" else seconds
-        return mean(alike)
+        return mean(alike) if alike else typical
 
 
 def measure(rows: list[Row], records: Records, worker: Measuring, end: float) -> int:

@@ -29,9 +29,7 @@ from symjax.attention.core.arguments import (
 )
 from symjax.attention.core.meshes import on_any_mesh, spec_of_rows
 from symjax.attention.core.products import einsum, over, over_root
-from symjax.attention.recurrent.arguments import (
-    check_mask,
-)
+from symjax.attention.recurrent.arguments import check_mask
 
 # Constants of `_exponential`, which makes it exact to rounding for eigenvalues above
 # −3500 in float64, and above −20,000 in float32.

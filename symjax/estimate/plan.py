@@ -21,7 +21,7 @@ from symjax.estimate.tpu_cycles import PARTS, estimate
 from symjax.models import cost
 from symjax.models.chips import CHIPS
 from symjax.tables import aligned
-from symjax.training import sharding
+from symjax.training import sharding, transfer
 from symjax.training.compile import compiled_step, use_compile_cache
 from symjax.training.preflight import with_vocabulary
 from symjax.training.sharding import shard_bytes
@@ -45,6 +45,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
         ValueError: a run of this configuration would be refused; or the target is
             unknown, or its compiler is not installed.
     """
+    transfer.check(options)
     machine = None if target is None else targets.find(target)
     if machine is None:  # programs for another machine cannot be read back here
         use_compile_cache()

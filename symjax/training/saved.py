@@ -88,10 +88,8 @@ def read_run(
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         meta = checkpoints.read_meta(step, best=best)
         options, about = _model_and_examples(meta, workdir)
-        (params, constants), moments = (
-            weights_and_constants(abstract(options.model)),
-            None,
-        )
+        params, constants = weights_and_constants(abstract(options.model))
+        moments = None
         if ema:
             check_average(options, workdir)
             transform = optimizer(options.optimizer, options.steps, params)

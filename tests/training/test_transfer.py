@@ -140,9 +140,10 @@ def test_a_resumed_transfer_is_the_undisturbed_one_without_its_source(source):
 def test_keys_that_contradict_each_other_are_refused(source, capsys, changes, said):
     folder, text = source
     keys = transfer("maps", init_from=folder / "softmax", steps=18) | changes
-    assert train(text, folder / "refused", **keys) == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    for run in ((folder / "refused",), (None, "--dry_run")):
+        assert train(text, *run, **keys) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
     assert not (folder / "refused").exists()
 
 

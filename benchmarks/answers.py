@@ -10,7 +10,7 @@ one seed are trained before those of the next. The comparison of a part is writt
 OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to the first
 model.
 
---text is the text of the tasks `text`, `deep` and `convert`. Other words
+--text is the text of the tasks `text`, `deep`, `convert` and `recover`. Other words
 --config.KEY=VALUE apply to every run, for instance --config.steps=100 for a trial. Give
 a trial another --out, since other keys are refused in the folder of a run.
 """
@@ -47,6 +47,7 @@ MODELS = {
     "grouped_symmetric": "symmetric=plain differential=v1 signals=4",
     "kv": "symmetric=kv",
     "qkv": "symmetric=qkv",
+    "symmetric_start": "symmetric_initial=true",
     # The difference, and its controls.
     "differential": "differential=v1",
     "differential_v2": "differential=v2",
@@ -85,6 +86,8 @@ MODELS = {
     "linear_7_softmax_1": "model.pattern=" + "linear," * 7 + "softmax",
     # Laws of length.
     "log_n": "length_base=512",
+    "without_self": "mask_self=true",
+    "log_n_without_self": "mask_self=true length_base=512",
     "learned_log_n": "length_base=512 length_scale=learned",
     "distance": "length_scale=distance",
     "entmax": "mechanism=entmax15",
@@ -110,6 +113,8 @@ MODELS = {
     "to_hedgehog": "init_from=softmax mechanism=linear features=hedgehog",
     "to_hedgehog_by_maps": "init_from=softmax mechanism=linear features=hedgehog "
     "transfer.match=maps transfer.steps=200",
+    "to_hedgehog_by_outputs": "init_from=softmax mechanism=linear features=hedgehog "
+    "transfer.match=outputs transfer.steps=200",
     "to_softmax": "init_from=performer",
 }
 
@@ -135,10 +140,19 @@ TASKS = {
         f"{TEXT} model.depth=3 steps=600 optimizer.learning_rate=1e-3 "
         "evaluate.every=100",
     ),
+    # The same for longer.
+    "recover": Task(
+        "gpt.py:tiny",
+        f"{TEXT} model.depth=3 steps=3000 optimizer.learning_rate=1e-3 "
+        "evaluate.every=500",
+    ),
     "mqar": Task("mqar.py", "steps=1000"),
+    "deep_mqar": Task("mqar.py", "model.depth=8 steps=1000"),
     "needle": Task("needle.py", "steps=2000"),
     "sort": Task("sort.py", "steps=1000"),
     "reverse": Task("reverse.py", "steps=1000"),
+    "copy": Task("copy.py", "steps=600"),
+    "swap": Task("swap.py", "steps=1000"),
     "sets": Task("sets.py", "steps=500"),
     "digits": Task("digits.py", "steps=800"),
 }
@@ -155,6 +169,7 @@ REPAIRS = (
     "softmax symmetric pairwise mask_self key_norm position_term symmetric_fox "
     "symmetric_gate differential_symmetric"
 )
+MIXTURES = "softmax linear linear_1_softmax_1 linear_3_softmax_1 linear_7_softmax_1"
 LAWS = "softmax log_n learned_log_n distance fox entmax adaptive_entmax"
 QUESTIONS = {
     "symmetry": {
@@ -162,6 +177,12 @@ QUESTIONS = {
         "mqar": Part(f"{REPAIRS} differential", "mqar,order"),
         "sort": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),
+        "copy": Part("softmax symmetric position_term symmetric_fox kv qkv", "copy"),
+        "swap": Part("softmax symmetric position_term symmetric_fox kv qkv", "swap"),
+        "needle": Part(
+            "softmax symmetric pairwise mask_self position_term symmetric_fox "
+            "symmetric_gate differential_symmetric"
+        ),
         "digits": Part("softmax symmetric pairwise differential_symmetric kv qkv"),
     },
     "difference": {
@@ -197,19 +218,20 @@ QUESTIONS = {
             "delta_convolution mesa linear_1_softmax_1",
             "mqar",
         ),
-        "deep": Part(
-            "softmax linear linear_1_softmax_1 linear_3_softmax_1 linear_7_softmax_1"
-        ),
+        "deep": Part(MIXTURES),
+        "deep_mqar": Part(MIXTURES, "mqar"),
     },
     "estimate": {
         "convert": Part(
             "more_softmax to_performer to_t2r to_hedgehog to_hedgehog_by_maps "
-            "to_softmax performer"
+            "to_hedgehog_by_outputs to_softmax performer"
         ),
+        "recover": Part("more_softmax to_performer to_hedgehog_by_maps to_softmax"),
     },
     "length": {
         "text": Part(LAWS, "entropy,length"),
-        "sets": Part(LAWS, "sets"),
+        "sets": Part(f"{LAWS} without_self log_n_without_self", "sets"),
+        "needle": Part(LAWS),
     },
     "keys": {
         "text": Part("softmax keys_16 keys_8 keys_4"),
@@ -238,7 +260,7 @@ def main(words: list[str]) -> None:
     add("--seeds", type=numbers, default="0", help="with commas (%(default)s)")
     add("--together", type=positive, default=1, help="runs at a time (%(default)s)")
     add("--out", type=Path, default=Path("runs/answers"), help="(%(default)s)")
-    add("--text", type=existing, help="the text of `text`, `deep` and `convert`")
+    add("--text", type=existing, help="the text of tasks that read one")
     add("--models", help="only these models, with commas")
     chosen, rest = parser.parse_known_args(words)
     question, _, only = chosen.question.partition("/")

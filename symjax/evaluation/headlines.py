@@ -173,8 +173,10 @@ def _approximation(result: Result) -> Headlines:
 
 
 def _gradients(result: Result) -> Headlines:
-    rows = result.values["gradients"]
-    return {"largest |∂a/∂z|": max(row["largest"] for row in rows)}
+    """Return the largest derivative, and the mean cosine of branches over layers."""
+    largest = max((row["largest"] for row in result.values["gradients"]), default=None)
+    cosine = _mean(result.values["branches"], "cosine")
+    return {"largest |∂a/∂z|": largest, "cosine of g₁ and g₂": cosine}
 
 
 def _speed(result: Result) -> Headlines:

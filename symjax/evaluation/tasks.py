@@ -135,7 +135,11 @@ TASKS = {
         "errors of feature maps against exact softmax attention",
         windows=True,
     ),
-    "gradients": Task(gradients, "size of ∂weight/∂score", windows=True),
+    "gradients": Task(
+        gradients,
+        "size of ∂weight/∂score, cosine of the gradients through two branches",
+        windows=True,
+    ),
     "speed": Task(
         speed, "speed of prefill, training and decoding against softmax, by length"
     ),

@@ -136,8 +136,11 @@ CASES = {
         },
     ),
     "gradients": (
-        {"gradients": [{"largest": 0.25}, {"largest": 7.0}]},
-        {"largest |∂a/∂z|": 7.0},
+        {
+            "gradients": [{"largest": 0.25}, {"largest": 7.0}],
+            "branches": [{"cosine": -0.5}, {"cosine": 0.25}, {"cosine": None}],
+        },
+        {"largest |∂a/∂z|": 7.0, "cosine of g₁ and g₂": -0.125},
     ),
     "dimension": (
         {"dimension": {"head_sizes": [16, 64], "needed": 32.0}},

@@ -16,6 +16,8 @@ and maps of every layer, and the others measure them:
     spectrum       singular values, similarity of tokens by depth (spectrum)
     chains         maps as Markov chains, a part of the task spectrum
     magnitudes     sizes of scores, hidden states and gradients (outliers, gradients)
+    branches       gradients through the branches of differential attention, a part of
+                   the task gradients
     maps           pictures of attention maps (maps)
     approximation  feature maps against exact softmax (approximation)
 Other properties of the model:

@@ -3,7 +3,8 @@
     outliers   the largest |q·k| scores and |hidden states|: values far above the median
                make a model hard to quantise
     gradients  |∂a/∂z| of an attention weight a by its score z, at most 1/4 in softmax;
-               unbounded derivatives are reported to make training unstable
+               unbounded derivatives are reported to make training unstable; and how the
+               gradients through the two branches of a differential layer agree
 
 Scores and derivatives are those of all heads, branches and visible pairs of a few
 held-out windows.
@@ -13,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from symjax.evaluation.loading import LoadedRun
+from symjax.evaluation.measures.branches import compared_branches
 from symjax.evaluation.measures.reading import Layer, by_layer
 from symjax.evaluation.measures.windows import Window
 from symjax.evaluation.results import Options, Result, Table, table
@@ -72,6 +74,8 @@ def gradients(run: LoadedRun, options: Options) -> Result:
     which is unbounded for features close to zero. The table has the largest value, the
     mean and the 99 % quantile over all pairs, heads and branches of a layer.
 
+    Differential layers of any mechanism have a second table, of `compared_branches`.
+
     Source: Qin et al. 2022, arXiv:2210.10340, section 3.1.
     """
     names = [layer.mixer.mechanism for layer in attentions(run.model())]
@@ -79,24 +83,28 @@ def gradients(run: LoadedRun, options: Options) -> Result:
     measurable = [i for i, x in enumerate(parts) if x.exponential or x.features]
     others = sorted({x for i, x in enumerate(names) if i not in measurable})
     text = [f"gradients: not known for {', '.join(others)}"] if others else []
-    if not measurable:
-        return Result({"gradients": []}, text)
-    text.append(
-        "|∂a/∂z| of a weight and its own score, over all pairs, heads, branches"
-    )
+    if measurable:
+        text.append(
+            "|∂a/∂z| of a weight and its own score, over all pairs, heads, branches"
+        )
 
     def measure(window: Window, layer: Layer) -> np.ndarray:
         return np.abs(derivatives(layer)[..., window.visible]).ravel()
 
     rows = []
-    for index, windows in by_layer(run, options, measure, measurable).items():
+    found = by_layer(run, options, measure, measurable) if measurable else {}
+    for index, windows in found.items():
         sizes = np.concatenate(windows)
         row = {"layer": index, "mechanism": names[index]}
         row |= {"largest": float(sizes.max()), "mean": float(sizes.mean())}
         row["quantile_99"] = float(np.quantile(sizes, 0.99))
         rows.append(row | {"bound": BOUND if parts[index].exponential else None})
     columns = ("layer", "mechanism", "largest", "mean", "99 % below", "bound")
-    return Result({"gradients": rows}, text, (table("gradients", columns, rows),))
+    tables = [table("gradients", columns, rows)] if rows else []
+    if branches := compared_branches(run, options):
+        columns = ("layer", "cosine of g₁ and g₂", "|g₂| ÷ |g₁|")
+        tables.append(table("gradients of branches", columns, branches))
+    return Result({"gradients": rows, "branches": branches}, text, tuple(tables))
 
 
 def derivatives(layer: Layer) -> Float[np.ndarray, "N P T T"]:

@@ -25,6 +25,7 @@ from symjax.attention.core.arguments import (
     check_arrays,
     check_choice,
     check_number,
+    check_positive,
     shown,
 )
 from symjax.attention.core.meshes import on_any_mesh, spec_of_rows
@@ -70,7 +71,7 @@ def matrix_function(
             is zero.
         scale: None means 1 / (n √H) for n visible tokens. Eigenvalues then do not grow
             with T, and are at most the largest |q|²/√H. e^A overflows float32 if an
-            eigenvalue is above 88.
+            eigenvalue is above 88. ones_plus needs a scale above 0.
         alpha: α of the resolvents. None means −1: the output is V minus its ridge
             regression on Q, which exists for any Q. With a positive α keep α times the
             largest eigenvalue below 1, which is not checked.
@@ -78,9 +79,9 @@ def matrix_function(
             length, "none" by nothing. A row whose sum or length is 0 is zero. Sums may
             be near 0, since entries have both signs.
     Raises:
-        ValueError: shapes that do not fit; an unknown function; alpha with a function
-            that is no resolvent; a mask that hides pairs; segment_ids, since each
-            segment would need another matrix.
+        ValueError: shapes that do not fit; an unknown function; ones_plus with a scale
+            that is not above 0; alpha with a function that is no resolvent; a mask that
+            hides pairs; segment_ids, since each segment would need another matrix.
     Source: Courtois et al. 2024, arXiv:2406.06366 (the rank of QQᵀ); Higham 2008,
         Functions of Matrices, chapter 1.
     """
@@ -88,6 +89,8 @@ def matrix_function(
     check_number("matrix_function", "scale", scale)
     name, parameter = parsed_function("matrix_function", function, alpha)
     check_choice("matrix_function", "normalise", normalise, NORMALISE)
+    if name == "ones_plus":  # `with_ones` divides by √scale
+        check_positive("matrix_function", "scale of ones_plus", scale)
     operands = SpectralOperands(query, value, parameter, scale, mask)
     return _rows(name, normalise, operands)
 

@@ -180,7 +180,7 @@ class Attention(Keys):
         1.0,
         "matrix_function: factor of A = QQᵀ / (n √H), where n is the number of visible "
         "tokens in an encoder, and model.length in a decoder",
-        least=0,
+        least=1e-9,
     )
     normalise: str = key(
         "none",

@@ -151,7 +151,7 @@ def _cells(table: Table) -> list[list[str]]:
 
 
 def _cell_text(cell: Cell) -> str:
-    if cell is None:
+    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
         return "-"
     if not isinstance(cell, float):
         return str(cell)

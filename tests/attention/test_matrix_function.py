@@ -300,6 +300,8 @@ def test_wrong_shapes_and_names_are_named():
     for function in ("exp", COEFFICIENTS):
         with pytest.raises(ValueError, match="alpha"):
             run(query, value, function, alpha=0.5)
+    with pytest.raises(ValueError, match="scale of ones_plus must be positive.* 0.0"):
+        attention.matrix_function(query, value, "ones_plus", scale=0.0)
     with pytest.raises(ValueError, match="normalise 'l1' is unknown.*none, rows, l2"):
         run(query, value, "exp", normalise="l1")
     with pytest.raises(ValueError, match=re.escape(str((B, T)))):

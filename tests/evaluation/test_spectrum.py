@@ -10,7 +10,8 @@ from symjax import config
 from symjax.evaluation import tasks
 from symjax.evaluation.measures import chains, spectrum
 from symjax.evaluation.measures.reading import read
-from symjax.evaluation.results import Options
+from symjax.evaluation.report import to_text
+from symjax.evaluation.results import Options, Result, Table
 from symjax.models.build import build
 
 LENGTH = 13
@@ -62,6 +63,15 @@ def test_tokens_are_alike_by_the_cosines_of_all_pairs():
     assert rank == pytest.approx(values.sum() / values.max())
     np.testing.assert_allclose(spectrum.likeness(np.ones((6, 3))), [1, 1])
     np.testing.assert_allclose(spectrum.likeness(np.eye(6)), [0, 6], atol=1e-12)
+
+
+def test_one_token_has_neither_a_second_singular_value_nor_a_cosine():
+    assert spectrum._largest([3.0]) == {"first": 3.0, "second": None, "ratio": None}
+    assert np.isnan(spectrum.likeness(np.ones((1, 4)))[0])
+    row = ("layer 0", float("nan"), None, 2.5)
+    table = Table("cosines", ("of", "cosine", "σ₁/σ₂", "rank"), [row])
+    printed = to_text(Result({}, [], (table,)))
+    assert printed.split()[-4:] == ["0", "-", "-", "2.5000"]
 
 
 def measured(kind, attention=None, **changes):

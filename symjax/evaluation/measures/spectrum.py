@@ -200,8 +200,14 @@ def _mean_spectrum(windows: list[Float[np.ndarray, " k"]]) -> list[float]:
     return np.mean([x[:least] for x in windows], axis=0).tolist()
 
 
-def _largest(spectrum: list[float]) -> dict[str, float]:
-    """Return σ₁, σ₂ and σ₁/σ₂ of singular values; the ratio is at most 10⁶."""
-    first, second = (*spectrum, 0.0)[:2]
+def _largest(spectrum: list[float]) -> dict[str, float | None]:
+    """Return σ₁, σ₂ and σ₁/σ₂ of singular values; the ratio is at most 10⁶.
+
+    A matrix with one singular value has neither σ₂ nor a ratio.
+    """
+    first, *others = spectrum
+    if not others:
+        return {"first": first, "second": None, "ratio": None}
+    second = others[0]
     ratio = first / max(second, SMALLEST * first) if first else 0.0
     return {"first": first, "second": second, "ratio": ratio}

@@ -138,9 +138,9 @@ def retention(query, key, value, **options):
     return attention.decay_causal(query, key, value, log_decay, **options)
 
 
-def gated(query, key, value, gate):
+def gated(query, key, value, gate, **options):
     log_decay = attention.gated_log_decay(gate)
-    return attention.decay_causal(query, key, value, log_decay)
+    return attention.decay_causal(query, key, value, log_decay, **options)
 
 
 def write_strength(key, beta):
@@ -151,10 +151,10 @@ def write_strength(key, beta):
     return key, beta
 
 
-def delta(query, key, value, beta, gate=None):
+def delta(query, key, value, beta, gate=None, **options):
     key, beta = write_strength(key, beta)
     log_decay = None if gate is None else attention.gated_log_decay(gate)
-    return attention.delta_causal(query, key, value, beta, log_decay)
+    return attention.delta_causal(query, key, value, beta, log_decay, **options)
 
 
 def _performers(shapes: tuple[tuple[int, ...], ...]) -> dict[str, Case]:

@@ -197,30 +197,35 @@ def _fla() -> Functions:
 
 
 def _jla() -> Functions:
+    """Return the package's functions, and ours with `implementation="jla"`."""
     # Ask for the kernel by name, or an XLA form replaces a kernel that cannot run.
     run = importlib.import_module("jla.ops").linear_attention
     run = partial(run, impl="mosaic_gpu", scale=1.0)
 
-    def retention(query, key, value):
+    def fixed(query, key, value):
         log_decay = attention.retention_log_decay(key.shape[2])
         gate = jnp.broadcast_to(log_decay, key.shape[:3])
         return run("simple_gla", query, key, value, g=gate)[0]
 
-    def gated(query, key, value, gate):
+    def per_channel(query, key, value, gate):
         log_decay = attention.gated_log_decay(gate)
         return run("gla", query, key, value, g=log_decay)[0]
 
-    def delta(query, key, value, beta, gate=None, *, kind):
+    def rule(query, key, value, beta, gate=None, *, kind):
         key, beta = write_strength(key, beta)
         gates = {} if gate is None else {"g": attention.gated_log_decay(gate)}
         return run(kind, query, key, value, beta=beta, **gates)[0]
 
+    pairs = {
+        "retention": (fixed, retention),
+        "gated decay": (per_channel, gated),
+        "delta": (partial(rule, kind="deltanet"), delta),
+        "gated delta": (partial(rule, kind="gated_deltanet"), delta),
+        "delta, gated channels": (partial(rule, kind="kda"), delta),
+    }
     return {
-        "retention": {"jla": retention},
-        "gated decay": {"jla": gated},
-        "delta": {"jla": partial(delta, kind="deltanet")},
-        "gated delta": {"jla": partial(delta, kind="gated_deltanet")},
-        "delta, gated channels": {"jla": partial(delta, kind="kda")},
+        name: {"jla": package, "ours by jla": partial(own, implementation="jla")}
+        for name, (package, own) in pairs.items()
     }
 
 

@@ -208,6 +208,10 @@ def test_what_the_package_refuses_is_refused(hopper, monkeypatch):
     heads = B, 40, N
     wanted = [(*heads, 64), (*heads, 64), (*heads, 128), heads, (B, 40)]
     assert seen == wanted
+    seen.clear()  # decays come before β
+    gated = partial(delta, log_decay=jnp.zeros((B, 40, K, 64)))
+    refused("refuses 'kda' with queries", gated, *like(), segment_ids=ids)
+    assert seen == [*wanted[:3], (*heads, 64), heads, (B, 40)]
 
 
 def test_another_machine_and_no_package_are_said(hopper, monkeypatch):

@@ -17,8 +17,8 @@ Its functions have the recurrences of `decay_causal` and `delta_causal`, the lay
   replaces log-decays below `LEAST` by `LEAST`, whose exponential is 0 in float32.
 
 The package's forms in plain jax equal the float64 definitions
-(tests/attention/kernels/test_jla.py), and the kernels of the first three `KINDS`
-compile for an H200. This project has not run the adapter on a GPU.
+(tests/attention/kernels/test_jla.py), and the kernels of all `KINDS` compile for an
+H200. This project has not run the adapter on a GPU.
 docs/performance/gpu.md has the times of the package itself on an H200.
 """
 
@@ -86,7 +86,9 @@ class Jla(NamedTuple):
                 f"a multiple of 128, got {heads} of {size}"
             )
         arrays, gates, options = jax.eval_shape(self._arguments, tokens, parameters)
-        if not _supports(kind)(*arrays, *gates.values(), scale=1.0, **options):
+        # eval_shape sorts the keys of a dict.
+        arrays += [gates[name] for name in ("g", "beta") if name in gates]
+        if not _supports(kind)(*arrays, scale=1.0, **options):
             shape = tokens.query.shape
             return f"jax-linear-attention refuses {kind!r} with queries {shape} here"
         return None

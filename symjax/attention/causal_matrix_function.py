@@ -14,9 +14,9 @@ S_t = Σ_{s≤t} q_s v_sᵀ and g(μ) = (f(μ) − f(0))/μ,
     out_t = f(0) v_t + c q_tᵀ g(c M_t) S_t
 
 so a state of H² + H V numbers is enough, and no later token changes a row. A resolvent
-is computed by a ridge regression, as in `symjax.attention.mesa_layer`; its state has
-other matrices than S and M, which `symjax.attention.recurrent.ridge` defines. The other
-functions are in `symjax.attention.recurrent.power_series`.
+is computed by a ridge regression, as in `symjax.attention.mesa_layer`. Its state has
+other matrices than S and M (`symjax.attention.recurrent.ridge`). The other functions
+are in `symjax.attention.recurrent.power_series`.
 """
 
 from typing import Any, NamedTuple
@@ -61,30 +61,30 @@ def matrix_function_causal(
     `matrix_function`; `normalise` divides the last row of f(A_t).
 
     Time O(T (H (H + V) + chunk_size (H + V))) times the number of terms of the
-    function: one for resolvents and ones_plus, and the degree of a polynomial. For exp
+    function: 1 for resolvents and ones_plus, and the degree for a polynomial. For exp
     and expm1 the number of terms grows with the largest trace of an A_t: 23 for a trace
     of 5 in float32, and at most 128. Resolvents also take O(T chunk_size²). Sums run in
     float32 at least. The backward pass saves one state per chunk, or per group of
     chunks that run in parallel. A hidden token changes no other row, and its own row is
     zero.
 
-    The series of exp and expm1 converges for eigenvalues of A_t up to 80, in float64 up
-    to 55. A row whose series does not converge is NaN. With α > 0 all rows are NaN from
-    the chunk on in which α times an eigenvalue of A_t reaches 1.
+    The series of exp and expm1 converges for eigenvalues of A_t up to 80 in float32,
+    and up to 55 in float64. A row whose series does not converge is NaN. If α is above
+    0 and α times an eigenvalue of A_t reaches 1, all rows from that chunk on are NaN.
 
-    A resolvent with α < 0 loses digits in float32, as many as `mesa_causal` does with
-    ridge 1 and keys √(|α| scale) q. `matrix_function` does not lose them.
+    A resolvent with α < 0 loses as many digits in float32 as `mesa_causal` with ridge 1
+    and keys √(|α| scale) q. `matrix_function` does not lose them.
 
     Args:
         scale: c, above 0, the same for all tokens. For texts of at most n tokens,
             1 / (n √H) keeps the eigenvalues at or below the largest |q|²/√H, as the
             default of `matrix_function` does. c cannot fall with the number of tokens
-            read: then not only M would change at a token, but also the factor of all
-            earlier tokens, and the update of (I − αcM)⁻¹ would not have rank one.
+            read: each token would then change the factor of all earlier tokens, and the
+            update of (I − αcM)⁻¹ would not have rank one.
         log_decay: at most 0, [N] or [B or 1, T or 1, N]: M and S are multiplied by
-            exp(log_decay) before a token is added. Resolvents have no decay, for
-            the same reason. normalise "l2" cannot be
-            combined with a decay.
+            exp(log_decay) before a token is added. Resolvents have no decay: it would
+            need a factorisation at every token. normalise "l2" cannot be combined with
+            a decay.
         mask: True = attend; it may only hide keys.
         state: from `matrix_function_state`, `matrix_function_step` or an earlier call
             with the same function, alpha and scale.
@@ -95,7 +95,7 @@ def matrix_function_causal(
             that is no resolvent; log_decay with a resolvent or with normalise "l2"; a
             mask that hides pairs; a state of other sizes; `state` or `return_state`
             together with axis_name.
-    Source: this library. v − output, of the resolvent with α < 0, is the output of the
+    Source: this library. For the resolvent with α < 0, v − output is the output of the
         Mesa layer (von Oswald et al. 2025, arXiv:2506.05233) with K = Q.
     """
     who = "matrix_function_causal"
@@ -134,8 +134,8 @@ def matrix_function_step(
 ) -> tuple[Float[Array, "B 1 N V"], Any]:
     """Return the output for one more token of `matrix_function_causal`, and the state.
 
-    Time O(H² + H V) for resolvents, by Potter's formula (`recurrent.ridge`), and
-    O(H² + H V) per term of the other functions.
+    Time O(H² + H V) times the number of terms of the function, which is 1 for
+    resolvents.
 
     Raises:
         ValueError: as `matrix_function_causal`; more than one token.

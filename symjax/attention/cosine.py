@@ -38,21 +38,21 @@ def cosine(
 
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
-    Query head n uses key head n // (N/K). Time O((T + S) H V). Without segments and
-    with S ≤ (H + 1) V / (H + 1 + V) keys the weights [T S] are computed, which then
-    costs less than a state [H + 1, V]. Sums run in float32 at least. Float32 must hold
+    Query head n uses key head n // (N/K). Time O((T + S) H V). If there are no segments
+    and S ≤ (H + 1) V / (H + 1 + V), the weights [T S] are computed instead of a state
+    [H + 1, V], which would cost more. Sums run in float32 at least. Float32 must hold
     |x|², so entries may be up to 1e18. Gradients need queries and keys of length 1e-18
-    or more. No ε is added to a denominator. A row is zero if it sees no key, or if
-    1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. If the weights
-    [T S] are not computed, the mean of 1 + cos over the keys of the row decides
-    instead.
+    or more. No ε is added to the denominator of a row. A row is zero if it sees no key,
+    or if 1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. With more
+    keys and no segments it is also zero if the mean of 1 + cos over its keys is below
+    2⁻²⁴.
 
     Rounding. A query that is nearly antiparallel to its keys loses no digits if all
     keys, or all keys of a chunk of `cosine_causal`, have one direction. For other keys,
-    and for keys that are read from a state, the error of a weight is about ε = 2⁻²³,
-    and that of the output ε / (1 + cos) times the values. With `segment_ids`, keys are
-    read from a state every 64 tokens. A row whose mean weight in a state is below 2ε
-    gets the mean of the values of that state.
+    and for keys that are read from a state, the error of a weight is about ε = 2⁻²³.
+    The error of the output is then ε / (1 + cos) times the values. With `segment_ids`,
+    keys 64 or more tokens away are read from a state. A row whose mean weight in a
+    state is below 2ε gets the mean of the values of that state.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.

@@ -182,20 +182,19 @@ def delta_causal(
     axis_name: str | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], DeltaState]:
-    """Return linear attention without a denominator, whose state replaces values.
+    """Return linear attention without a denominator, by the delta rule.
 
     S_t = (I − β_t k_t k_tᵀ) diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ and out[t] = q_t S_t,
     with g_t = log_decay[t]: decay first, then erase, then write. With erase gates b_t,
-    (b_t ⊙ k_t)ᵀ takes the place of k_tᵀ in the erased part.
+    k_t (b_t ⊙ k_t)ᵀ replaces k_t k_tᵀ.
 
     There is no scale, no denominator and no ε. With keys of length 1 and β in [0, 2]
     the state is stable; β = 1 replaces the value that the state holds at a key. With
     erase gates that differ between tokens the state may grow. Query head n uses key
     head n // (N/K), and the β, erase gates and decay of that head. Sums run in float32
     at least. Time O(T (H V + chunk_size (H + V))), and one triangular solve per chunk.
-    The backward pass saves the state before each chunk. A GPU runs groups of chunks in
-    parallel if XLA does not split the arrays over devices. Then the state before each
-    group is saved.
+    The backward pass saves one state per chunk, or per group of chunks that run in
+    parallel.
 
     Kernels run on a TPU, and in bfloat16 on an NVIDIA GPU: on one device, or inside
     `jax.shard_map`. Kernels have no forward-mode derivative, and neither have decays
@@ -204,7 +203,7 @@ def delta_causal(
     Rounding errors are largest if the keys of a chunk are nearly equal and β is near 2.
     With keys within 1e-3 of one direction the error in float32 is 7e-5 of the largest
     output. With keys within 1e-2 of one direction the error of bfloat16 kernels is 3e-2
-    of it.
+    of the largest output.
 
     Args:
         beta: the share of the value at a key that is replaced.

@@ -84,10 +84,11 @@ def differential(
 ):
     """Return (A₁ − λA₂) V, where A₁ and A₂ are the maps of the two branches of a head.
 
-    The annotations are for `signals` = 1. Then branch 1 of output head n is query head
-    2n, and branch 2 is query head 2n + 1. The 2K key heads have the same order. If K <
-    N, several output heads share a value head and its two key heads. The norm over each
-    head and the factor 1 − λ_init belong to the layer (`symjax.layers.attention`).
+    The shapes above are for `signals` = 1. Then branch 1 of output head n is query head
+    2n, and branch 2 is query head 2n + 1. The 2K key heads alternate in the same way.
+    If K < N, several output heads share a value head and its two key heads. The norm
+    over each head and the factor 1 − λ_init belong to the layer
+    (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
     noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):
@@ -113,8 +114,9 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head (K + m heads). Recurrences
-            repeat noise heads and take log_decay and beta only if K ≤ N/r, where m = K.
+            have one number per token and key head (K + m heads). Recurrences take
+            log_decay and beta only if K ≤ N/r, so that m = K: otherwise noise keys are
+            repeated, and log_decay and beta are not.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,

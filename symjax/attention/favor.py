@@ -1,4 +1,4 @@
-"""Statistics of queries and keys, by which FAVOR++ and FAVOR# reduce the variance.
+"""Statistics of queries and keys, which reduce the variance of FAVOR++ and FAVOR#.
 
 `favor_statistics` measures them on a sample, and `unit_statistics` returns them for
 queries and keys with independent entries of variance 1. `favor_parameters` turns the
@@ -22,7 +22,7 @@ _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 class Statistics(NamedTuple):
     """Parameters a and b of φ(x) ∝ exp(wᵀ diag(a) w + wᵀ b x' − |x'|²/2).
 
-    These features estimate exp(q'·k') without bias if all a < 1/8 and
+    With x' = x √scale they estimate exp(q'·k') without bias if all a < 1/8 and
     b = √(1 − 4 diag(a)) R for a rotation R. Positive features have a = 0. In FAVOR++
     all entries of a are equal. In FAVOR# a has an entry for each principal direction of
     a sample; these directions are the rows of R.

@@ -44,7 +44,7 @@ def plain(function: Callable[[Array], Array], **traits: Any) -> Features:
 
 
 def _elu_plus_one(x: Array) -> Array:
-    """Return elu(x) + 1, and eˣ for negative x: (eˣ − 1) + 1 would be 0 below −17."""
+    """Return elu(x) + 1, as eˣ for negative x: (eˣ − 1) + 1 would be 0 below −17."""
     return where(x > 0, x + 1, jnp.exp(where(x > 0, 0, x)))
 
 
@@ -129,7 +129,7 @@ def _one_and_unit(x: Array, parameters: None = None) -> LogFeatures:
 def _around_the_keys(query: LogFeatures, key: LogFeatures) -> tuple[_Shifted, _Shifted]:
     """Return vectors and numbers of queries and keys, small where 1 + cos is small.
 
-    The vectors are q̂ + m and k̂ − m, for any m, since
+    The vectors are q̂ + m and k̂ − m. 1 + cos does not depend on m, since
 
     1 + q̂·k̂ = |q̂ + k̂|²/2 + (1 − |q̂|²)/2 + (1 − |k̂|²)/2 and q̂ + k̂ = (q̂ + m) + (k̂ − m)
 

@@ -106,7 +106,7 @@ def flash_causal(
     segment_ids: Int[Array, "B T"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], FlashState]:
-    """Return causal `flash`, where `state` has read the tokens before the first.
+    """Return causal `flash` of tokens that follow those of `state`.
 
     Time as in `flash`.
 

@@ -30,7 +30,7 @@ DIVISORS = ("count", "squared_count")
 
 
 class SquaredReLU(NamedTuple):
-    """Row weights relu²(score) / divisor; hashable, as a static argument is."""
+    """Row weights relu²(score) / divisor; hashable, as a static argument must be."""
 
     divisor: float | str
 
@@ -64,7 +64,7 @@ def gau(
     Time O(T S (H + V)) per head; memory linear in T and S. Weights are float32 at
     least. A row that sees no key is zero.
 
-    A gated attention unit has one head, with a small query and key (128) and wide
+    A gated attention unit has one head, with small queries and keys (H = 128) and wide
     values. This function also takes several heads, as softmax does.
 
     Args:

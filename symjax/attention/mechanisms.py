@@ -2,7 +2,7 @@
 
 `MECHANISMS` has one `Mechanism` for each value of model.attention.mechanism. A test
 checks that each mechanism accepts the arguments that its entry declares, and that the
-error for any other argument names it.
+error for any other argument has the name of this argument.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -119,7 +119,7 @@ class Mechanism(NamedTuple):
         return {**getattr(self.attend, "own", {}), **self.own}
 
 
-# What entries of score mechanisms have in common; `_replace` sets what differs.
+# Common entry of score mechanisms; `_replace` sets the differences.
 SCORED = Mechanism(
     softmax,
     options=(

@@ -67,10 +67,10 @@ def performer(
     slay           features of x / |x|, whose products estimate a function of the
                    cosine of query and key (`symjax.attention.slay`)
 
-    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). Without segments
-    and with S ≤ M V / (M + V) keys the weights [T S] are computed, which then costs
-    less than a state [M V]. Sums run in float32 at least. A row that sees no key is
-    zero. No ε is added.
+    Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). If there are no
+    segments and S ≤ M V / (M + V), the weights [T S] are computed instead of a state
+    [M V], which would cost more. Sums run in float32 at least. A row that sees no key
+    is zero. No ε is added.
 
     Args:
         projection: from `orthogonal_projection`. None means 256 orthogonal rows, which
@@ -79,9 +79,9 @@ def performer(
         features: a name of the list above.
         scale: factor of the scores, above 0; 1/√H by default. It does not change the
             weights of relu and slay.
-        statistics: for favor++ and favor#, from `favor_statistics`. The default are the
-            statistics of queries and keys whose entries are independent and have
-            variance 1. With the default, favor++ and favor# are the same features.
+        statistics: for favor++ and favor#, from `favor_statistics`. By default they are
+            those of queries and keys whose entries are independent and have variance 1.
+            With the default, favor++ and favor# are the same features.
         segment_ids: tokens see only their own run of equal ids; needs T = S. With
             segments only relu and slay have a forward-mode derivative (`jax.jvp`).
     Raises:

@@ -4,8 +4,8 @@ With M random rows w of a projection W and x' = x √scale, random features esti
 exp(scale q·k): the expected value of φ(q)·φ(k) is exp(scale q·k) times a factor that
 depends on the query alone. This factor cancels in the division by the denominator. For
 positive features it is M exp(|q'|²/2), because their queries leave out the factor
-exp(−|q'|²/2). The maps `relu` and `slay` estimate other
-functions. `RANDOM_FEATURES` has the feature maps by name.
+exp(−|q'|²/2). The maps `relu` and `slay` estimate other functions. `RANDOM_FEATURES`
+has the feature maps by name.
 
 Most features are exponentials. `LogFeatures` has the exponents of features, from which
 `symjax.attention.recurrent.linear_state` subtracts a running maximum, so that no
@@ -37,9 +37,9 @@ def orthogonal_projection(
 ) -> Float[Array, "M H"]:
     """Return a random projection whose rows are orthogonal in blocks of `head_size`.
 
-    Each block is Q·sign(diag R) of the QR decomposition of a normal matrix. Without the
-    signs Q is not uniform: estimates are then wrong by factors from 0.68 to 1.35 that
-    depend on the direction.
+    Each block is Q·sign(diag R) of the QR decomposition of a matrix of normal numbers.
+    Without the signs Q is not uniform: estimates are then wrong by factors from 0.68 to
+    1.35 that depend on the direction.
 
     Cost O(M H²). The result is float32 even if jax has 64-bit types, so that one `rng`
     gives the same rows in every program.
@@ -160,9 +160,10 @@ def _rectified(x: Array, random: FeatureParameters) -> LogFeatures:
 def _spherical(x: Array, random: FeatureParameters) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
-    The features are below e^(1.85 |w|), where |w| is about √H. Up to |w| = 39 float32
-    holds sums of a million of them. So they need no exponent: `Normalised.prepare`
-    divides a query by its largest feature before products.
+    The features are at most exp(√(2s) |w|), with |w| about √H and √(2s) ≤ 1.85 for the
+    nodes s of SLAY. Up to |w| = 39 float32 holds sums of a million features, so they
+    need no exponent. Products do not overflow: `Normalised.prepare` first divides a
+    query by its largest feature.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)

@@ -52,8 +52,8 @@ def rope_frequencies(
 ) -> Float[Array, "*L half"] | Float[np.ndarray, " half"]:
     """Return the angle per token of each pair of `size` features, for `rotate`.
 
-    The result is float64 of NumPy. For "dynamic" it is an array of the default float
-    type, since it depends on the array `length`.
+    The result is a NumPy array of float64. For "dynamic" it is a jax array of the
+    default float type, since it depends on the array `length`.
 
     Args:
         size: R, the number of rotated features.

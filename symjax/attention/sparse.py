@@ -93,7 +93,7 @@ _excess = jax.custom_jvp(_above_threshold, nondiff_argnums=(0,))
 def _excess_change(power: int, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the excess and its derivative.
 
-    The derivative of τ is the mean change of the scores above τ, weighted by `_slopes`.
+    The derivative of τ is the mean change of z/power, weighted by `_slopes`.
     """
     (scores,), (change,) = primals, tangents
     excess = _above_threshold(power, scores)

@@ -88,7 +88,7 @@ def symmetric(
     Args:
         metric, normalise: options of `symmetric_key`.
         attend: any mechanism with the arguments (query, key, value, **options). This
-            excludes `matrix_function`, whose keys are always the queries.
+            excludes `flash` and `matrix_function`.
         options: options of `attend`.
     Raises:
         ValueError: value and query differ in heads. Grouped heads are impossible, since

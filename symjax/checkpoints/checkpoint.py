@@ -102,13 +102,12 @@ class Checkpoints:
         caller may donate or delete the arrays.
 
         If the checkpoint cannot be written, for instance on a full disk, older
-        checkpoints are unharmed, and a later `wait` raises the error. If another `save`
-        comes first, it prints the error in a run of one process, and raises it in a run
-        of several.
+        checkpoints are unharmed. The next `wait` or `settle` reports the error. `save`,
+        `restore` and `read_meta` begin with `settle`.
 
-        Checkpoints that are newer than the one that was last restored, for instance
-        because they are damaged, are deleted: one with the number `step` before this
-        save, the others after it.
+        If the last `restore` passed over newer checkpoints, for instance because they
+        are damaged, they are deleted: one with the number `step` before this save, the
+        others after it.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.
@@ -116,6 +115,7 @@ class Checkpoints:
         Raises:
             ValueError: the step or a later one exists already, two leaves have one
                 name, or `keep` is None.
+            NotSaved: as `settle`.
         """
         if self._manager is None:
             raise ValueError(f"checkpoints in {self.directory} are open for reading")

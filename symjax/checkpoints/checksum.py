@@ -59,7 +59,7 @@ def _words(array: jax.Array) -> jax.Array:
 
 
 def _mix(word: jax.Array) -> jax.Array:
-    """Return the finaliser of MurmurHash3, a bijection that mixes all bits."""
+    """Apply the finaliser of MurmurHash3, a bijection that mixes all bits."""
     word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
     word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
     return word ^ (word >> 16)

@@ -26,7 +26,7 @@ class KeepPolicy:
     """Preservation policy of Orbax that keeps the newest trusted steps.
 
     A step is trusted if this process has saved or restored it. Other steps on disk may
-    be damaged. They are deleted once `keep` trusted steps have higher numbers. If
+    be damaged. A step is deleted once `keep` trusted steps have higher numbers. If
     `best` is True, the step with the least held-out loss stays too.
 
     Attributes:
@@ -133,8 +133,8 @@ def failure(error: Exception, what: str, directory: os.PathLike[str]) -> BaseExc
 class Manager(ocp.CheckpointManager):
     """Orbax's manager, changed to abort a process that cannot write its shards.
 
-    With several processes Orbax would not end it: for 20 minutes this process would
-    wait for the others, and the others for its shards.
+    Without this change the processes of a run would then wait for each other for 20
+    minutes.
     """
 
     def __init__(self, directory: epath.Path, policy: KeepPolicy):

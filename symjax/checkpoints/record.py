@@ -213,7 +213,7 @@ def _read_document(directory: epath.Path) -> dict[str, Any]:
         document = dict(ocp.JsonCheckpointHandler().restore(directory / META))
         if document.pop("checksum") != _seal(document):
             raise Damaged(f"{META} does not match its checksum")
-        # Anyone can make a checksum, so check the types that `_document` writes.
+        # Other programs can write valid checksums: check the types of `_document`.
         kinds = {"step": int, "meta": dict, "arrays": dict}
         if any(type(document.get(n)) is not kind for n, kind in kinds.items()) or any(
             not isinstance(array, list) or [*map(type, array)] != [str, str]

@@ -98,7 +98,7 @@ def lost_connection(error: BaseException) -> bool:
     """Return whether an error means that another process has ended.
 
     Such an error comes from a collective or from jax's coordination service. On CPUs
-    collectives run by gloo, whose errors are ValueErrors.
+    gloo runs the collectives, and its errors are ValueErrors.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return is_distributed() and not OUT_OF_MEMORY.search(str(error))

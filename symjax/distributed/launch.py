@@ -160,7 +160,7 @@ def _parsed(
             f"{count - 1}"
         )
     devices = None if device is None else [number("LOCAL_RANK", device)]
-    if ":" in host and not host.startswith("["):  # IPv6; jax would wait for ever
+    if ":" in host and not host.startswith("["):  # IPv6: without [] jax waits for ever
         host = f"[{host}]"
     return None if count == 1 else Launch(f"{host}:{port}", count, index, devices)
 

@@ -1,8 +1,8 @@
 """Agreement among the processes of one run.
 
 All processes run the same program, and if one enters a collective, all must enter it.
-If a process fails alone, for instance because only it cannot read a file, the others
-must learn of it, or they would wait for ever (`all_succeed`). If process 0 writes files
+If only one process fails, for instance because it cannot read a file, the others must
+learn of it, or they would wait for ever (`all_succeed`). If process 0 writes files
 alone, the others must wait for it (`on_process_zero`, `process_zero_first`).
 
 Messages are arrays of bytes, which jax's `multihost_utils` gathers over all devices.

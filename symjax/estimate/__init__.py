@@ -12,8 +12,8 @@ arrays are not allocated. The compilers, and the sources of the estimate of time
     --dry_run --target h200-N XLA for NVIDIA GPUs     bytes that the program moves, at
                               (jax's CUDA plugin)     the speed of the memory
 
-Without a target, if the mesh has more devices than the machine, CPU devices stand in
-for all of them. A target needs its compiler, but not its chips.
+Without a target, if the mesh has more devices than the machine, all of them are
+simulated on the CPU. A target needs its compiler, but not its chips.
 
     plan.py         the text of a dry run
     targets.py      the machines of --target and their compilers

@@ -35,8 +35,8 @@ def describe(options: config.Config, target: str | None = None) -> str:
     """Return the text of a dry run: weights, sizes, memory, traffic and time of a step.
 
     The training step is compiled and not run. If the mesh has more devices than this
-    machine, CPU devices stand in for them: nothing is allocated, and nothing is refused
-    for its size.
+    machine, they are simulated on the CPU. Steps for simulated devices, or for a
+    target, are not refused for their memory.
 
     Args:
         target: a machine to compile for by its own compiler, such as v5e-64; see
@@ -52,7 +52,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
     simulated = machine is None and sharding.simulate(options.mesh)
     mesh = sharding.make_mesh(options.mesh, machine and machine.devices)
     idle = 0
-    if machine is not None:  # a mesh may leave some of its devices out
+    if machine is not None:  # a mesh may leave some devices out
         idle = len(machine.devices) - mesh.size
         machine = machine._replace(devices=[*mesh.devices.flat])
     with tempfile.TemporaryDirectory() as folder:

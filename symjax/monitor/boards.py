@@ -36,7 +36,7 @@ def boards(
 class WeightsAndBiases:
     """A run in the project log.wandb; a workdir that resumes continues the same run.
 
-    Values that a killed run logged after its last checkpoint stay there, since wandb
+    Values that a killed run logged after its last checkpoint stay in wandb, which
     accepts no earlier steps. With WANDB_MODE=offline wandb writes only to wandb/ in the
     run's local folder.
     """

@@ -14,7 +14,7 @@ from symjax.storage import local_folder, replaced
 
 NAME = "metrics.png"
 # Largest number of points of the training loss. Each point is the mean over about
-# equally many lines of metrics.jsonl, which all have the same weight.
+# equally many lines of metrics.jsonl.
 POINTS = 400
 WIDTH = 0.02  # width of the smoothing window, as a share of the steps
 
@@ -26,7 +26,7 @@ def loss_curve(rows: Iterable[dict[str, Any]], unit: str) -> Lines | None:
 
     Args:
         rows: lines of `metrics.jsonl`.
-        unit: what a target is: byte, character, answer or label.
+        unit: name of one target, such as byte or label.
     """
     rows, lines, points = list(rows), {}, {}
     x, y = _column(rows, "train/loss")

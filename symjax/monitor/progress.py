@@ -136,7 +136,7 @@ class Clock:
         return self.waited / max(1, self.steps)
 
     def speed(self) -> float:
-        """Return tokens a second since `restart`, or the last value before any step."""
+        """Return tokens a second since `restart`; before any step, the last value."""
         if self.steps:
             passed = max(time.monotonic() - self.since, 1e-9)
             self.last = self.steps * self.tokens / passed

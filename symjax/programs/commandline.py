@@ -206,8 +206,8 @@ def _command(
 def _run_stored_imports(workdir: str | epath.Path, words: list[str]) -> None:
     """Run or print the source that a run stores, if --import stored or show is given.
 
-    Call it before the configuration is checked, since the configuration may use names
-    that the source adds to the tables.
+    Call it before the configuration is checked, since the configuration may use
+    mechanisms that the source adds.
 
     Args:
         words: the values of --import.

@@ -30,8 +30,8 @@ table has their mean and the 95 % interval of Student's t, which needs two seeds
 columns, as means and standard deviations over seeds. All tables, figures and numbers of
 the tasks are in the folder tasks/ of --out.
 
---match gives every configuration the baseline's parameters, or its FLOPs per token,
-within 2 %. It changes only model.feedforward.
+--match gives every configuration the baseline's number of parameters, or its FLOPs per
+token, within 2 %. It changes only model.feedforward.
 
 --tune trains every value of a key with the first seed of each configuration. The value
 with the least loss on a quarter of the held-out rows is used with all seeds. Held-out

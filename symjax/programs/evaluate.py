@@ -184,7 +184,7 @@ def evaluate(chosen: argparse.Namespace) -> None:
         with announce_if_slow(f"{name}: compiling and measuring"):
             results[name] = tasks.measure(name, run, options)
         text, one_line_before = report.to_text(results[name]), one_line
-        one_line = "\n" not in text  # no empty line between tasks that do not apply
+        one_line = "\n" not in text  # a task that does not apply
         print(text if one_line and one_line_before else f"\n{text}", flush=True)
         if chosen.json is not None:  # after each task, in case a later one fails
             text = report.to_json(about, results)

@@ -21,7 +21,7 @@ def compiled_step(
     Args:
         refuse: whether to refuse a step that needs more memory than a device has. Pass
             False to compile for devices that this machine does not have.
-        machine: name of another machine that the step is compiled for, for the line.
+        machine: name of another machine to compile for, shown in the printed line.
     Raises:
         ValueError: `refuse` is True, and the step needs more memory than a device has.
     """

@@ -83,7 +83,7 @@ class RunContext(NamedTuple):
         return done == self.options.steps or (every > 0 and done % every == 0)
 
     def stopped_at(self, done: int, what: str) -> FloatingPointError:
-        """Return the error that names a harmful step and the last checkpoint."""
+        """Return an error that names `what`, the step and the last checkpoint."""
         self.checkpoints.settle()
         steps = self.checkpoints.steps()
         last = f"the last checkpoint is {steps[-1]}" if steps else "none was saved"

@@ -43,7 +43,7 @@ def evaluate(context: RunContext, state: State, norms: Array | None = None) -> f
     loss, accuracy = measure(context, state, count)
     values = {"heldout/loss": loss, "heldout/batches": count}
     shown = f"{loss:.4f} nats/{examples.unit}"
-    if (text := examples.text) is None:  # targets are answers or labels
+    if (text := examples.text) is None:  # targets: answers, labels, masked tokens
         values["heldout/accuracy"] = accuracy
         shown += f", accuracy {accuracy:.4f},"
     else:

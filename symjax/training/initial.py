@@ -32,7 +32,7 @@ def initial_state(
     examples: Examples,
     checkpoints: Checkpoints,
 ) -> tuple[State, dict[str, Any], config.Config | None, config.Model | None]:
-    """Restore the newest undamaged checkpoint, or return a new state without one.
+    """Restore the newest undamaged checkpoint; without checkpoints, make a new state.
 
     A new state has random weights, or the weights of `options.init_from`.
 

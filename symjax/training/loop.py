@@ -102,7 +102,7 @@ def train(
     clock = Clock(options.batch_size * options.model.length)
     transfer.check(options)
     with removed_on_failure(workdir):
-        # Configuration. A resumed run keeps the version of the optimizer's rules.
+        # Configuration. A resumed run keeps its optimizer.version.
         mesh = all_succeed(lambda: make_mesh(options.mesh))
         folder = workdir / "checkpoints"
         check_same(checkpoints=Checkpoints(folder).steps())
@@ -309,7 +309,8 @@ def save_checkpoint(context: RunContext, state: State, loss: float | None) -> No
         "sessions": context.history.sessions,
         "transfer": transfer.stored(context.options, context.teacher),
     }
-    context.metrics.upload()  # first: a bucket then has the metrics of each checkpoint
+    # First, so that a bucket that has a checkpoint also has its metrics.
+    context.metrics.upload()
     context.checkpoints.save(done, trees, meta)
 
 
@@ -324,7 +325,8 @@ def stop_waiting(
     Args:
         pending: metrics of the last step; None if they have been reported.
     Raises:
-        Interrupted: always; the last step has been saved, if there was one.
+        Interrupted: the last step has been saved, if there was one.
+        FloatingPointError: as `report` and `save_checkpoint`.
     """
     done = int(state.step)
     if not done:

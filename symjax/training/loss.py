@@ -141,8 +141,8 @@ def objective(
         target_score = jnp.take_along_axis(scores, target, axis=-1)
         loss = jnp.where(has_target, jnp.log(total) - (target_score - shift), 0)
         normaliser = jnp.where(has_target, jnp.log(total) + shift, 0)
-        # exp(scores − normaliser) equals exp(scores − shift) / total, with a larger
-        # rounding error.
+        # exp(scores − shift) / total has a smaller rounding error than the equal
+        # exp(scores − normaliser).
         weight = (1 + 2 * z_loss * normaliser) / total
         gradient = jnp.exp(scores - shift) * weight
         gradient -= jax.nn.one_hot(targets, scores.shape[-1], dtype=scores.dtype)

@@ -36,12 +36,12 @@ def optimizer(
 ) -> optax.GradientTransformation:
     """Return the optimizer of a configuration, guarded against harmful steps.
 
-    It clips the whole gradient to `clip`, then applies the update rule `name`:
+    It clips the norm of the whole gradient to `clip`, then applies the rule `name`:
 
     - `adamw` and `lion` decay the weights directly.
     - `adam` and `sgd` add weight_decay · weight to the clipped gradient, as in PyTorch.
     - `muon` makes the momentum of each matrix of the blocks orthogonal. Its updates are
-      scaled to the size of AdamW's, so the same rates and decays fit. AdamW updates all
+      scaled to the size of AdamW's, so AdamW's rates and decays fit. AdamW updates all
       other weights, including kernels of convolutions (`version` 1: Muon updates them).
 
     Embeddings and the output layer may have another rate and another decay. If `ema` is
@@ -57,8 +57,7 @@ def optimizer(
     |             | muon's own momentum is 0.95   |        |
 
     Args:
-        steps: number of steps of the run; the schedule ends after them if `decay_steps`
-            is 0.
+        steps: as in `schedule`.
         params_abstract: nested dict of arrays or abstract arrays. Their paths and
             shapes decide which weights decay and which rule each one has.
     Raises:
@@ -207,7 +206,7 @@ def state_layout(options: config.Config) -> Any:
     """Return the structure of the optimizer's state for a minimal model.
 
     The model has one embedding and one block. A run can continue with another
-    configuration if both have equal structures.
+    configuration only if the structures are equal.
     """
     kernel = jax.ShapeDtypeStruct((2, 2), jnp.float32)
     params = {"embedding": kernel, "blocks": {"kernel": kernel}}
@@ -231,12 +230,12 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
     """Return a transformation that keeps an exponential moving average of the weights.
 
     a_t = Σ_{s≤t} decay^{t−s} w_s / Σ_{s≤t} decay^{t−s}, where w_s are the weights after
-    step s of the steps taken. After one step it is w_1: the initial weights have no
-    part in it. Updates pass unchanged.
+    step s of the steps taken. The initial weights have no part in a_t. Updates
+    pass unchanged.
 
     Args:
         corrected: False for runs of `version` 1: a_t = decay · a_{t−1} +
-            (1 − decay) · w_t, where a_0 are the initial weights, whose share of a_t is
+            (1 − decay) · w_t, where a_0 are the initial weights. Their share of a_t is
             decayᵗ.
     Source: Polyak & Juditsky 1992; the exponential form, for instance,
         arXiv:2006.11239; the correction, Kingma & Ba 2014, arXiv:1412.6980, section 3.
@@ -309,8 +308,8 @@ def _labels(
         rest: group of all other weights.
         groups: names of the groups that exist.
         convolutions: whether "muon" also has the kernels [taps channels] of
-            convolutions, as in runs of `version` 1. Later versions exclude them, since
-            each channel has its own filter, so that a kernel is not a matrix.
+            convolutions, as in runs of `version` 1. Later versions exclude them: each
+            channel has its own filter, so the kernel is not a matrix.
     """
 
     def label(path: Any, leaf: Any) -> str:

@@ -73,7 +73,7 @@ def as_begun(
     workdir: epath.Path,
     allow: Sequence[str] = (),
 ) -> config.Config:
-    """Return the configuration with the optimizer's rules that the run began with.
+    """Return the configuration with the `optimizer.version` that the run began with.
 
     Args:
         meta: metadata of the newest checkpoint; None for a new run.

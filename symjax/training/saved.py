@@ -180,9 +180,9 @@ def _model_and_examples(
 def language_of(meta: dict[str, Any]) -> dict[str, Any]:
     """Return `Examples.language` of a checkpoint.
 
-    Older checkpoints do not name the token that starts a document. If their training
-    text joined several documents, it had this token, and it is added here. Checkpoints
-    without the key `data.documents` are of a version that always joined documents.
+    Older checkpoints do not name the token that starts a document. This function adds
+    the token if their training text joined several documents. Checkpoints without the
+    key `data.documents` are of a version that always joined documents.
     """
     language, fingerprint = meta["examples"]["language"], meta.get("data") or {}
     counts = [fingerprint.get(split) or {} for split in SPLITS]

@@ -29,7 +29,7 @@ def schedule(options: config.Optimizer, steps: int) -> optax.Schedule:
 
     Args:
         options: keys of the optimizer, which `symjax.training.optimizer` has checked.
-        steps: number of steps of the run.
+        steps: number of steps of the run, without those of attention transfer.
     Raises:
         ValueError: `steps` is below 1, the steps are too few for the warm-up and the
             cool-down, or the warm-up of `wsd` is a share of the steps.

@@ -30,7 +30,7 @@ from symjax.training.schedule import schedule
 # Metric that replaces train/loss during attention transfer (symjax.training.transfer).
 TRANSFER_ERROR = "transfer/error"
 LAYER_NORMS = "gradient_norms"  # metric [layers] of a training step
-_CONFIG = threading.Lock()  # held while an option of jax has another value
+_CONFIG = threading.Lock()  # held while an option of jax is changed
 
 
 class State(NamedTuple):
@@ -256,10 +256,10 @@ def compile_program(
 
 
 def _with_threefry_kernel(initial: Callable) -> Callable:
-    """Return `initial`; on a GPU, a kernel of jax then draws its random bits.
+    """Return `initial` with random bits that a kernel of jax draws on a GPU.
 
-    The bits are the same. Without the kernel XLA inlines the generator in every draw,
-    and compiling takes 152 s instead of 16 s for a model of 24 layers and 353M
+    The kernel does not change the bits. Without it XLA inlines the generator in every
+    draw, and compiling takes 152 s instead of 16 s for a model of 24 layers and 353M
     parameters (two cores, no GPU). Call this function only for a mesh of one device:
     XLA cannot partition the kernel, so each of several devices would draw whole arrays.
     """
@@ -302,7 +302,7 @@ def means(
 
     Args:
         shape: (rows, length) of each batch.
-        batches: the `rows` functions of `Program.place`, one for each batch.
+        batches: the `read_rows` of `Program.place`, one for each batch.
         key: turns dropout on; None turns it off.
     Raises:
         ValueError: no batch has a target.

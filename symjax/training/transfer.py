@@ -3,7 +3,7 @@
 The source is the model of `init_from`. With `transfer.match` the first `transfer.steps`
 steps of a run train only the weights that the source lacks: learned feature maps,
 gates, convolutions. Every attention layer is compared with the same layer of the
-source. Both read the hidden states of the source. The error is one of these:
+source. Both layers read the hidden states of the source. The error is one of these:
 
 maps      the KL divergence Σ_s a_s ln(a_s / b_s), where a is a row of the source's map
           and b the same row of the model's map; it has the gradient of cross-entropy
@@ -74,11 +74,11 @@ def teacher(
 ) -> config.Model | None:
     """Return the configuration of the teacher; None without a transfer.
 
-    The teacher is the model whose attention is matched. A new run makes its
-    configuration (`teacher_of`), and a resumed run reads it from its checkpoint.
+    The teacher is the model whose attention is matched. A new run makes the teacher's
+    configuration by `teacher_of`, a resumed run reads it from the checkpoint.
 
     Args:
-        model: the model's configuration of the run, with the vocabulary of its data.
+        model: configuration of the run's model, with the vocabulary of the data.
         source: the model's configuration in `init_from`; None in a resumed run.
         meta: metadata of the checkpoint that a resumed run starts from.
     Raises:
@@ -264,8 +264,8 @@ class TransferSteps(NamedTuple):
         fresh = fresh._replace(skipped=guard.skipped)
         ends = state.step + 1 == steps
         guard = jax.tree.map(lambda a, b: jnp.where(ends, a, b), fresh, guard)
-        # The average includes weight decay of the shared weights, which do not train:
-        # replace their average by the weights.
+        # `transform` decays the shared weights before it averages them. They do not
+        # train, so replace their average by the weights.
         guard = with_averages(
             self.stacks.split(guard),
             lambda average: _overlaid(params, {x: _paths(average)[x] for x in new}),

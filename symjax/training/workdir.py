@@ -45,9 +45,9 @@ def locked(workdir: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def removed_on_failure(workdir: epath.Path) -> Iterator[None]:
-    """Remove the files and folders that the block has made, if it raises an exception.
+    """Remove the files and folders of `PARTS` that the block has made, if it raises.
 
-    They are those of `PARTS`. Files that existed before the block stay.
+    Files that existed before the block stay.
     """
     folders = {epath.Path(local_folder(workdir)), epath.Path(workdir)}
     parts = [folder / name for folder in folders for name in PARTS]

@@ -12,9 +12,9 @@ from symjax.attention.core.selection import where
 
 # The denominator of a row is divided by exp(shift), so that it does not overflow, with
 # shift = max over features of (exponent of the query + c). Here c is the largest
-# exponent of the feature in the state and in all keys of the chunk, also in later keys,
-# which the row does not see. If one of these is much larger, all terms of the row are
-# far below 1. The row has underflowed if Σ |terms of the denominator| is below 1e-20 =
+# exponent of the feature in the state and in all keys of the chunk. If a later key,
+# which the row does not see, has a much larger exponent, all terms of the row are far
+# below 1. The row has underflowed if Σ |terms of the denominator| is below 1e-20 =
 # e⁻⁴⁶.
 UNDERFLOW = 1e-20
 
@@ -75,15 +75,14 @@ class Features(NamedTuple):
 
     Attributes:
         query, key: (array [… H], parameters) → LogFeatures [… M]. They act on the last
-            axis only. If the features of one have an amplitude, so do those of the
-            other; likewise an exponent. The map of queries may leave out a factor that
-            all features of a query share: it cancels in the division by the
-            denominator.
+            axis only. Either both results have an amplitude or neither has; likewise an
+            exponent. The map of queries may leave out a factor that all features of a
+            query share: it cancels in the division by the denominator.
         pairs: (einsum, φ(q), φ(k), divisor) → weights φ(q)·φ(k) / divisor of all pairs,
             computed from the sources of the features. It is for maps whose features
             change sign, since a sum over such features may lose digits. The divisor is
-            the number by which `Normalised.prepare` has divided φ(q). None: weights are
-            sums over features.
+            the number by which `Normalised.prepare` has divided φ(q). Without `pairs`,
+            weights are sums over features.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative_count: a function H → n: the first n features of a key are never
             negative. For maps whose features change sign, although the weights of pairs
@@ -92,9 +91,9 @@ class Features(NamedTuple):
             error, the row is a mean of the values. The weight of a value in this mean
             is the sum of these n features of its key (`recurrent.cancellation`).
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k), whose
-            terms cancel less. With m the mean of all keys, q·k is the product of
-            [q·m, q] and [1, k − m]. Only bidirectional attention can use them, since it
-            knows all keys. In the result the first feature of every key is 1.
+            terms cancel less. For example, with m the mean of all keys, q·k is the
+            product of [q·m, q] and [1, k − m]. Only bidirectional attention can use
+            them, since it knows all keys. The first feature of every key must be 1.
         bounded: whether the first feature is 1 and the others are a vector of length 1
             at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
             sum to at most 2. GPU kernels take such maps even if features change sign.

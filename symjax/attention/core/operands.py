@@ -63,7 +63,8 @@ class Adjustment(NamedTuple):
 class ScoreArrays(NamedTuple):
     """All arrays of one call of a score mechanism; axes of length 1 are broadcast.
 
-    Heads come before time, which is 3 to 11 % faster on a CPU.
+    Nq and Nk are the heads of query and key, N the output heads. Heads come before
+    time, which is 3 to 11 % faster on a CPU.
     """
 
     query: Float[Array, "B Nq T H"]

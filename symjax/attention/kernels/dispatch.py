@@ -28,7 +28,7 @@ So causal softmax of 4,096 tokens in bfloat16, without a window, runs
 - on an H100 in `gpu.cudnn.CudnnSoftmax`. With jax 0.11 or later differential attention
   V1 with keys of 64 and values of 128 runs there in `gpu.differential.GpuDifferential`.
 
-These calls use no kernel, and nothing is chosen here:
+These calls bypass the dispatch and use no kernel:
 
 - score mechanisms with `implementation=` "rows", "whole" or "ring";
 - recurrences that take or return a state, as steps of one token do, or whose time is
@@ -230,8 +230,8 @@ def run_named(
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
 
-    Only test 4 is made. So kernels test the device in their `refusal`. Without a TPU,
-    kernels for TPUs are interpreted.
+    Of the tests in this module's docstring only test 4 is made. So kernels test the
+    device in their `refusal`. Without a TPU, kernels for TPUs are interpreted.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.

@@ -33,9 +33,9 @@ def seen_by_rows(
     exists: Bool[Array, "b S"] | None,
     runs: Int[Array, "b S"] | None,
 ) -> tuple[RowIntervals, Int[Array, "b T"]]:
-    """Return the keys that rows see, and the number of keys of each row. O(T + S)
+    """Return the keys that rows see, and the number of keys of each row.
 
-    The rows are `length` rows from position `first` on.
+    The rows are `length` rows from position `first` on. Time O(T + S).
 
     Args:
         left, right: number of keys before and after its position that a row may see;
@@ -123,7 +123,7 @@ def blocks_of_keys(
 ) -> Int[Array, "b 4 blocks"]:
     """Return the blocks of `rows` rows that visit each block of `size` keys.
 
-    The four block numbers are as in `blocks_of_rows`. O(T S / size)
+    The four block numbers are as in `blocks_of_rows`. Time O(T S / size).
     """
     begin, end, own = (x[:, None] for x in jnp.moveaxis(intervals.rows, 1, 0))
     count, index = -(-keys // size), jnp.arange(begin.shape[-1])[None, None]

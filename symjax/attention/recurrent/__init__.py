@@ -5,7 +5,7 @@ In the order of reading:
 recurrence.py     the protocol: what a mechanism with a state implements
 engine.py         causal form and one-token step of every `Recurrence`
 chunks.py         tokens laid out in spans and chunks, hidden tokens and segments
-schedule.py       chunks in turn, in parallel, and on time split over devices
+schedule.py       chunks in turn or in parallel, and time split over devices
 normalised.py     linear attention with a denominator: linear, cosine, Performer
 linear_state.py   the sums of linear attention, and rows read from them
 cancellation.py   rows read from a state whose features cancel

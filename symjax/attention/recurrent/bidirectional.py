@@ -5,7 +5,7 @@ There are three cases:
 - Many keys: all of them become one state, which every query reads.
 - Few keys: the weights of all pairs are computed, as in a chunk.
 - Segments: one causal pass over the tokens, and one over the tokens in reverse order.
-  Each gives `RowSums`, which are added.
+  Their sums (`RowSums`) are added.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def _read_centred(
     """Return the sums of rows that see all keys, by `Features.centred`.
 
     A row gets a denominator of 0 if its mean weight per visible key is below the
-    rounding error of 1: then it is only rounding error.
+    rounding error of 1, since such a denominator is only rounding error.
     """
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)

@@ -9,9 +9,9 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
-  because φ(0) need not be 0. A decay that all tokens share is a parameter, which cannot
-  be 0 for the padding alone. So it is applied once for each visible token. With a mask
-  or segments such a decay is an operand (`shared_or_per_token`).
+  because φ(0) need not be 0. With a mask or segments a decay that all tokens share is
+  an operand (`decays.shared_or_per_token`). Otherwise it is a parameter, which is
+  applied once for each visible token and not for the padding.
 
 A hidden token still has a row, which is computed from its query.
 """
@@ -72,8 +72,8 @@ def layout(tokens: Tokens, axis_name: str | None = None) -> Span:
     """Return all tokens as one span, with zeros for hidden keys, values and operands.
 
     A NaN in a hidden key, value or operand therefore reaches no sum and no gradient. A
-    NaN in a hidden query reaches its own row, and through the cotangent of that row the
-    gradients of everything that the row reads.
+    NaN in a hidden query reaches its own row, and the gradients of everything that the
+    row reads.
 
     Args:
         axis_name: the mesh axis that time is split over, or None.

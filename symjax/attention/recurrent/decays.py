@@ -7,13 +7,13 @@ A chunk is split into blocks. Inside a block the sum of log-decays of a pair is 
 difference of two cumulative sums; `decay_blocks.py` splits these so that the difference
 loses no digits. For two tokens of different blocks the sum has three parts: from the
 key to the end of its block, from there to the beginning of the query's block, and from
-there to the query. So every factor is at most 1, a strong decay does not make other
-decays less exact, and −∞, which forgets everything, is a valid log-decay.
+there to the query. So every factor is at most 1, and a strong decay does not make
+others less exact. A log-decay may be −∞: its token forgets everything before it.
 
 Decays per head have blocks of up to 128 tokens, since short blocks are slow on
-accelerators. Decays per channel have about √T blocks in a chunk of T tokens: a pair
-inside a block takes one exponential per channel; for other pairs keys are multiplied by
-a decay once per block of queries.
+accelerators. Decays per channel have about √T blocks in a chunk of T tokens. This
+balances two costs: pairs inside a block take one exponential per channel, and for other
+pairs keys are multiplied by a decay once per block of queries.
 """
 
 from collections.abc import Callable
@@ -134,8 +134,8 @@ def chunk_decays(
         since, until, scores = form(query, key, log_decay, product)
         return ChunkDecays(since, until, since[:, :, -1], scores)
     shared = shared.astype(key.dtype)
-    # With a shared decay only tokens that pad the end are hidden, so positions count
-    # visible tokens.
+    # With a shared decay only tokens that pad the end are hidden. So the position of a
+    # visible token is the number of visible tokens before it.
     time = jnp.arange(key.shape[2])[None, :, None]
     between = time - jnp.swapaxes(time, 1, 2)  # [1 T T]
     weights = where(between >= 0, jnp.exp(_times(shared[:, :, None], between)), 0)
@@ -147,7 +147,7 @@ def chunk_decays(
 def times_decay(x: Array, log_decay: Float[Array, "#B K T F"]) -> Array:
     """Return x [B K *G T H] times exp(log_decay).
 
-    For decays per head that every example has, this is an einsum, because XLA's
+    For decays per head with an entry for each example, this is an einsum, because XLA's
     compiler for CPUs sums the gradient of an einsum faster than that of a broadcast
     product.
     """

@@ -124,11 +124,11 @@ class InXla:
         return _causal(*static, tokens, parameters, state)[0]
 
     def by_tokens(self, tokens: Tokens, parameters: Any) -> Float[Array, "B T N V"]:
-        """Return the same rows, one token after the other, so that none underflows.
+        """Return the rows, computed token by token so that none underflows.
 
-        GPU kernels of features call it in a branch of a `jax.lax.cond`, which runs if a
-        row underflows. The branch is compiled even if it never runs, so its program is
-        short. XLA reserves memory for it, too: the gradient stores one state for every
+        GPU kernels of features call it in a branch of a `jax.lax.cond` that runs if a
+        row underflows. XLA compiles the branch and reserves its memory even if it never
+        runs. So the program is short, and its gradient stores only one state for every
         `STORED_EVERY` tokens. For one group of these tokens at a time it also stores
         the state before each token.
         """

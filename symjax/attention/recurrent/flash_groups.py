@@ -192,7 +192,7 @@ def _state_after(
 ) -> FlashState:
     """Return the state after `count` more tokens, with the old `place`.
 
-    With segments, it has only the tokens in the segment of the last of these tokens.
+    With segments, it has only tokens of the segment of the last token that was read.
 
     Args:
         placed: the tokens of the state's group and the new ones, from a group's start.

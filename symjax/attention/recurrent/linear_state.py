@@ -17,7 +17,7 @@ of numerator and denominator does not:
   denominator is 1 + e⁻¹⁰. No ε is needed.
 - Dividing by exp(running_max) and by exp(shift) does not change the output. The query's
   factor exp(running_max) undoes the division of the state, and exp(shift) cancels in
-  the ratio. Both are constants to the gradient.
+  the ratio. running_max and shift are constants to the gradient.
 
 Features that change sign lose digits if their products cancel. `cancellation.py` reads
 the state of those that have a `Features.nonnegative_count`.

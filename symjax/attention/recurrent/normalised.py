@@ -267,7 +267,7 @@ def _fast_sums(
 def _exact_sums(
     arithmetic: Arithmetic, visibility: RowVisibility, inputs: RowInputs
 ) -> RowSums:
-    """Return sums of rows, each with the maximum of the keys that it sees."""
+    """Return sums of rows, each divided by the largest term of its denominator."""
     state, query, key, value = inputs
     read = partial(sums_from_weights, arithmetic._replace(product=exact_product), state)
     highest = cast(Array, state.running_max)
@@ -281,9 +281,8 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    The gradient of the division needs the sums, and the backward pass computes them
-    again. If rows were divided after `recompute_underflow`, this would run its
-    `jax.lax.cond` once more.
+    Rows are divided inside `recompute_underflow`. The gradient of the division needs
+    the sums. Outside, the backward pass would run one more `jax.lax.cond` for them.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

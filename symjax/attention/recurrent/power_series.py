@@ -133,8 +133,9 @@ class PowerSeries:
     ) -> tuple[Any, Array]:
         """Return f(0), and g(A_t) q_t of each token, with g(x) = (f(x) − f(0)) / x.
 
-        "ones_plus" is no power series: every score of A_t is divided by ‖A_t‖², and 1
-        is added. The last channel of q, 1/√scale, adds the 1 and is not divided.
+        "ones_plus" is no power series: every score scale · q_t·q_s is divided by
+        ‖A_t‖², and 1 is added. The last channel of q, 1/√scale, adds the 1 and is not
+        divided.
         """
         if prepared.coefficients is not None:
             coefficients = prepared.coefficients
@@ -207,8 +208,7 @@ def _exponential(
     """Return (1 + A/2! + A²/3! + …) q, and NaN where it has not converged.
 
     No terms cancel, since A has no negative eigenvalue. So the norm of the sum is at
-    least that of q. Term k is left out if traceᵏ/(k+1)! is below the rounding error
-    of 1.
+    least that of q. Term k is left out if traceᵏ/(k+1)! is at most ε/4.
 
     Args:
         trace: an upper bound of the traces of all A, and so of their eigenvalues.

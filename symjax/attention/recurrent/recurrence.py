@@ -84,7 +84,7 @@ class ChunkwiseForm(Protocol):
 
 
 class Schedule(NamedTuple):
-    """Execution of chunks on accelerators. CPUs always run one after the other.
+    """Execution of chunks on accelerators. CPUs run one chunk after the other.
 
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless

@@ -7,7 +7,7 @@ Estimation):
 
     f = Fᵀ k,  z = F f,  d = 1 + β f·f,  W += (β/d) z (v − k W),  F −= β/(√d + d) z fᵀ
 
-A chunk does it for all of its tokens with one factorisation: G = I + β K P Kᵀ = L
+A chunk makes all updates of its tokens with one factorisation: G = I + β K P Kᵀ = L
 diag(D) Lᵀ, Z = L⁻¹ K P, E = diag(1/D) L⁻¹ (V − K W). The rows of Z are the z of the
 tokens, and those of E are the errors of the regression after each token has been read.
 

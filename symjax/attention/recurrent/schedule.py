@@ -1,4 +1,4 @@
-"""Execution of chunks: in turn or in parallel, and on time split over devices."""
+"""Execution of chunks: in turn, in parallel, and with time split over devices."""
 
 from functools import partial
 from typing import Any
@@ -19,11 +19,10 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-# The chunks that run in parallel have together at most so many tokens of an example.
-# This bounds the memory.
+# Most tokens of an example in all chunks that run in parallel, to bound the memory.
 PARALLEL_TOKENS = 4096
-# If chunks become examples, on a GPU: the largest tokens · examples · query heads. They
-# take 3 to 6 GiB.
+# The same limit if chunks become examples, on a GPU, for tokens · examples · query
+# heads. At this limit the chunks take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 
 

@@ -86,7 +86,7 @@ def unit_factor(
     So A = L diag(D) Lᵀ with L = N⁻¹, and A⁻¹ = Nᵀ diag(1/D) N. The derivative is: with
     X = N dA Nᵀ, dD is the diagonal of X, and dN is −(X below its diagonal) diag(1/D) N.
 
-    Time O(T³). All numbers are NaN unless A is positive definite.
+    Time O(T³). D is NaN unless A is positive definite.
 
     Args:
         matrix: A, symmetric.

@@ -32,7 +32,7 @@ from symjax.attention.scores.windows import attend_window, attend_window_of_devi
 
 @dataclass(frozen=True)
 class WeightsWithOptions:
-    """Row weights with values for their keywords; hashable, as a static argument is."""
+    """Row weights with values for keywords; hashable, as a static argument must be."""
 
     weights: Callable
     options: tuple[tuple[str, Any], ...]

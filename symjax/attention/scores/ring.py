@@ -200,8 +200,8 @@ def _ring_backward(
 
     Gradients of rows stay on their device; those of keys and values pass around the
     ring. The weights are w = exp(score − logarithm), with the logarithm as a constant.
-    The output is Σ w v / Σ w, where Σ w includes the sink. The gradient flows through
-    both sums, although Σ w is always 1.
+    The output is Σ w v / Σ w, where Σ w includes the sink. The value of Σ w is 1, but
+    its gradient is needed, since Σ w depends on the scores.
     """
     inputs, rows, visibility, output, logarithm = residuals
     index, wide = jax.lax.axis_index(settings.axis_name), inputs.scale.dtype

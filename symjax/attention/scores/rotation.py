@@ -15,7 +15,7 @@ def rotated(
     """Return x cos ∓ partner sin, where the partner is the other feature of a pair.
 
     XLA's form does not concatenate two halves: on an H200 a concatenation took four
-    times as long as reading and writing the bytes.
+    times as long as reading and writing the array.
 
     Args:
         shape: (2, −1) or (−1, 2): reshapes the features so that the axis of length 2

@@ -115,8 +115,8 @@ def _two_suffice(settings: ScoreSettings, arrays: ScoreArrays) -> bool:
 
     Causal attention has such a window. Then two blocks or extents are enough. With two
     extents causal attention computes 3/4 of all pairs, with eight 9/16. But two compile
-    faster: for a TPU v5e the gradient of sparsemax with 1,024 keys takes 12 seconds of
-    processor time with two extents, and 39 with eight.
+    faster: compiling the gradient of sparsemax with 1,024 keys for a TPU v5e takes 12
+    seconds of processor time with two extents, and 39 with eight.
     """
     window = arrays.visibility.window
     few = arrays.key.shape[2] <= settings.few_keys

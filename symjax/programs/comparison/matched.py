@@ -4,8 +4,7 @@
 forward pass per token by formula (`models.cost`). Both numbers grow linearly with
 model.feedforward, the number of hidden features of the feed-forward. So the numbers at
 two sizes give a line, on which the wanted size is found. No other key changes, so
-attention stays as the configuration has it. A change of the width would also change the
-size of heads.
+attention stays as the configuration has it.
 """
 
 import dataclasses
@@ -66,7 +65,7 @@ def match_plan(plan: Plan, baseline: str, measure: str) -> tuple[Plan, list[Matc
     of the first value is returned.
 
     Args:
-        baseline: name of the configuration that does not change.
+        baseline: name of the configuration that the others match.
         measure: "parameters" or "flops".
     Raises:
         ValueError: a configuration has no feed-forward, or no size is close enough.

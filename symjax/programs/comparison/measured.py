@@ -149,7 +149,7 @@ def _skips_a_token(run: LoadedRun) -> bool:
 def curve_of_run(
     run: LoadedRun, rows: list[dict[str, Any]], batches: int
 ) -> dict[int, float]:
-    """Return step → held-out loss of the evaluations of training on `batches` batches.
+    """Return step → held-out loss of the run's own evaluations on `batches` batches.
 
     Args:
         rows: the rows of metrics.jsonl. Rows of older runs lack the number of batches,

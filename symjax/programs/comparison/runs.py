@@ -1,6 +1,6 @@
 """The runs that `compare` compares: planned from configurations, or existing ones.
 
-With --configs, `plan_runs` makes one run for each configuration, --vary value, --tune
+With --configs, `plan_runs` plans one run for each configuration, --vary value, --tune
 value and seed, and `train_missing` trains a run that is not complete. With --workdirs,
 `group_runs` groups existing runs that differ only in their seed.
 """

@@ -262,7 +262,7 @@ def _curve(seeds: list[Evaluated]) -> tuple[Curve, Band | None]:
 def _batches_text(runs: list[Evaluated]) -> str:
     """Return in words the held-out batches that all runs were evaluated on."""
     counts = {(run.batches, run.all_batches) for run in runs}
-    if len(counts) > 1:  # batch sizes differ, but all batches cover the same text
+    if len(counts) > 1:  # batch sizes differ, but all cover the same examples
         return "all held-out batches"
     [(count, total)] = counts
     return f"{'all' if count == total else f'{count} of'} {total} held-out batches"

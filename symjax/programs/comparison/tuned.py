@@ -102,8 +102,8 @@ def split(examples: Examples, length: int) -> Split:
     """Divide held-out rows into choosing rows and judging rows.
 
     The last quarter of the rows of a text is for choosing; the last row may be short.
-    Windows longer than `length` are cut from the judging part. Every fourth row of
-    labelled examples is for choosing, since neighbours may have the same label.
+    Judging windows longer than `length` end before the choosing rows too. Every fourth
+    row of labelled examples is for choosing, since neighbours may have the same label.
     Generated tasks have any number of rows: their choosing rows begin at row 2³⁰.
 
     Args:

@@ -96,7 +96,7 @@ def _kernel(
     denominator,
     numerator,
 ) -> None:
-    """Attend from a block of rows to the keys in VMEM, a stretch of the keys.
+    """Attend from a block of rows to one stretch of keys, those that are in VMEM.
 
     The denominator of a row is kept as 128 partial sums, which are added at the end.
     """

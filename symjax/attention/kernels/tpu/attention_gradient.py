@@ -15,12 +15,12 @@ arXiv:2307.08691). So in bfloat16, if all values share a large mean, the gradien
 queries and keys lose digits (docs/performance/gpu.md has figures).
 
 One pass over the keys computes both maps of differential attention. Heads that are
-whole tiles of 128 lanes are read as products with weights write them, [B T N·H],
-without a transposed or repeated copy.
+whole tiles of 128 lanes are read in the layout [B T N·H], in which products with
+weights write them. So they are neither transposed nor repeated.
 
 Costs in millions of cycles, for B 4, T 4096, N 16 on a v5e, causal, bfloat16. Softmax
 has heads of 128; differential V1 has halves of 64 and values of 128. The costs of these
-kernels are forward + backward, counted from the bundles that the compiler schedules.
+kernels are forward + backward, counted from the instruction bundles of the compiler.
 The FLOPs of softmax at peak speed take 7.3.
 
 |                              | softmax   | differential V1             |
@@ -76,11 +76,11 @@ def attend_in_tiles(
 ) -> Float[Array, "B T N V"]:
     """Return the rows that `attend_rows` returns for softmax, from the TPU kernels.
 
-    With `lam`, sub-heads 2n and 2n+1 are the branches of head n and the weights are
-    w[2n] − lam[n]·w[2n+1]; there are 2K key heads (V1) or K (V2). Operands of products
-    keep their dtype, and float32 products keep all bits. Scores and sums are float32. A
-    key with a score below −7e29 counts as hidden. Blocks of keys that no row of a block
-    sees cost nothing.
+    With `lam`, query heads 2n and 2n+1 are the branches of output head n, whose weights
+    are w[2n] − lam[n]·w[2n+1]. There are 2K key heads (V1) or K (V2). Operands of
+    products keep their dtype, and float32 products keep all bits. Scores and sums are
+    float32. A key with a score below −7e29 counts as hidden. Blocks of keys that no row
+    of a block sees cost nothing.
 
     Time O(T S (H + V)) per head, half of it if causal; memory O(T + S) per head.
 

@@ -81,11 +81,10 @@ class BlockVisits(NamedTuple):
         return visits, jnp.append(bounds.reshape(-1), first)
 
     def bounds(self, scalars, example, block) -> list:
-        """Return where visits start, where no mask is needed, and where visits end.
+        """Return the four block numbers of `intervals.blocks_of_rows`.
 
-        The four block numbers are as in `intervals.blocks_of_rows`: the first visited
-        block; the first that needs no mask, and the one after the last of these; the
-        one after the last visited block.
+        They are the first visited block; the first that needs no mask, and the one
+        after the last of these; the one after the last visited block.
         """
         start = example * self.by_example * 4 * self.count + block
         return [scalars[start + i * self.count] for i in range(4)]

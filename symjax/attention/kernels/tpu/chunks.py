@@ -149,8 +149,7 @@ class Kernels(NamedTuple):
     scratch: Callable[[ChunkPlan, Any], Sequence]  # float32 shapes, for each kernel
     cost: Callable[[ChunkPlan, Any], Sequence]  # FLOPs, exponentials, for each kernel
     dtype: Callable[[Any], Any] = lambda operands: operands.value.dtype  # of the output
-    # One pair for each further gradient, which is float32: an array of its shape, and
-    # its blocks.
+    # For each further gradient (float32): an array of its shape, and its blocks.
     more: Callable[[Any, Any], list] = lambda operands, specs: []
     shared: int = 3  # operands[1:shared] have one entry per key head
     # Chunks per iteration of the forward kernel. Above 1 the blocks that it saves have
@@ -291,7 +290,7 @@ def _flags(
     seen = jnp.cumsum(visible, axis=1)
     if segment is None:
         return visible * VISIBLE + (seen > 0) * SEES
-    # The number of keys before the segment of each token.
+    # At the first token of a segment: the number of visible keys before it.
     before = jnp.where(id_changes(segment), seen - visible, 0)
     sees = seen > jax.lax.cummax(before, axis=1)
     chunks = segment.reshape(segment.shape[0], -1, block)

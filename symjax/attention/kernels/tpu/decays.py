@@ -6,17 +6,17 @@ the matrix unit a sum is the product of a matrix of 0 and 1 with log-decays, whi
 split into bfloat16 parts: three parts for float32, which are exact, and two if the
 operands are bfloat16.
 
-A decay per channel is not one number per pair. A chunk is split into blocks of 2, 4, …
-128 tokens, and each size is a level. (In XLA, `recurrent/decays.py` splits it into
-blocks of one size, about the root of its length.) In each block the later half reads
-the earlier half. The decay of a pair is the decay from the key to the boundary of the
-halves, times the decay from there to the query. Each level is one product of all 128
-rows and keys, of which only the pairs of the level are used.
+With a decay per channel a score is not multiplied by one number. So a chunk is split
+into blocks of 2, 4, … 128 tokens, and each size is a level. (In XLA,
+`recurrent/decays.py` splits it into blocks of one size, about the root of its length.)
+In each block the later half reads the earlier half. The decay of a pair is the decay
+from the key to the boundary of the halves, times the decay from there to the query.
+Each level is one product of all 128 rows and keys, of which only the pairs of the level
+are used.
 
-A decay per head multiplies the scores of all pairs, by one exponential each. With the
-log-decays g, a matrix L that is 1 where u ≤ t (row t, column u) and a matrix U that is
-1 where u > s (row u, column s), the exponents are L diag(g) U. Both matrices are 0
-elsewhere.
+A decay per head multiplies the scores of all pairs, by one exponential each. The
+exponents are L diag(g) U, with the log-decays g. L is 1 where u ≤ t (row t, column u),
+and U is 1 where u > s (row u, column s); elsewhere they are 0.
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,7 +73,7 @@ class Fading:
 
     @property
     def turned_weights(self) -> Sequence[Any]:
-        """Return the same factors with a row per key."""
+        """Return the transposes of `weights`, with a row per key."""
         return [1.0] * self.plan.packed
 
     def gradient_by_sums(self, level: int, change: Float[Array, "c P*H"]) -> Any:
@@ -221,8 +221,8 @@ def constants(by_channel: bool) -> tuple[Array | None, Array]:
     """Return the matrices that sum log-decays, and the level of each pair.
 
     Returns:
-        sums: [2 LEVELS+2 c c]: matrices of 0 and 1, and their transposes; None for
-            decays per head.
+        sums: [2 LEVELS+2 c c]: matrices of 0 and 1, and their transposes; None unless
+            decays are per channel.
         levels: [2 c c]: a matrix with a row per query, and one with a row per key.
     """
     row, other = np.arange(BLOCK)[:, None], np.arange(BLOCK)

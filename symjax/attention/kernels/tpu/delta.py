@@ -1,16 +1,17 @@
 """TPU kernels of the delta rule, with or without decays.
 
 Operands and states are those of `gated.py`. The tokens of a chunk write u, with
-(I + A) u = β (v − k S), where S is the state before the chunk and A is β k kᵀ times
-decays, below its diagonal. The inverse X of I + A is computed for blocks of 2, 4, … 128
-rows, each from two blocks of half the size as in `recurrent/triangular.py`. Each level
-is X − X A X, with only the pairs of the level in A. The forward kernel saves inverses
-for the backward pass, besides the state before each chunk.
+(I + A) u = β (v − k S). Here S is the state before the chunk, decayed to the token, and
+A is β k kᵀ times decays, below its diagonal. The inverse X of I + A is computed for
+blocks of 2, 4, … 128 rows, each from two blocks of half the size as in
+`recurrent/triangular.py`. Each level is X − X A X, with only the pairs of the level in
+A. The forward kernel saves inverses for the backward pass, besides the state before
+each chunk.
 
 The products that compute one inverse depend on each other. So the forward kernel
 computes the inverses of two chunks, and of all heads of a tile, in parallel. A chunk of
-a head of 64 then takes 1,796 bundles of v5e instead of 4,035, and one of a head of 128
-takes 2,804 instead of 4,556.
+a head of 64 then takes 1,796 instruction bundles of v5e instead of 4,035, and one of a
+head of 128 takes 2,804 instead of 4,556.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Features of one chunk in the TPU kernels of the Performer and linear attention.
 
 `exponents` and `weights_of` compute the features of a chunk from its operands, with
-`ElementwiseMaps` if they are elementwise.
-`exact_weights` computes them for one row that underflows. `features.py` has the
-kernels, and says how states and exponents are kept.
+`ElementwiseMaps` if they are elementwise. `exact_weights` computes them for one row
+that underflows. `features.py` has the kernels, and says how states and exponents are
+kept.
 """
 
 from collections.abc import Iterable
@@ -87,7 +87,7 @@ class Weights(NamedTuple):
     fade: Float[Array, "1 M"]  # factor of the state before the chunk, in the rows
     joining: Float[Array, "c M"]  # weights of the keys in the state after the chunk
     after: Float[Array, "1 M"]  # running maximum of the state after the chunk
-    left: Float[Array, "1 M"]  # factor of the state before the chunk in that after it
+    left: Float[Array, "1 M"]  # factor of the old state in the new state
 
 
 def width(plan: ChunkPlan) -> int:
@@ -206,7 +206,7 @@ def weights_of(
 
 
 def row_divisor(query: Float[Array, "c M"]) -> Float[Array, "c 1"]:
-    """Return the largest elementwise feature of each query, or 1 for a query without.
+    """Return the largest elementwise feature of each query, or 1 if all are 0.
 
     Queries are divided by it, so that products do not overflow. It cancels in the
     division by the denominator.

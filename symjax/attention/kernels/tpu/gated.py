@@ -9,8 +9,8 @@ states of the heads of a tile (`packed_heads.py`) are one block-diagonal matrix.
 
 The compiler hardly reorders products. So independent products are written next to each
 other, all levels of one product before the next, which keeps the matrix unit busy. With
-a decay per channel a chunk of a head of 128 then takes 1,549 bundles of v5e forward
-instead of 2,393, and 2,999 backward instead of 4,557.
+a decay per channel a chunk of a head of 128 then takes 1,549 instruction bundles of v5e
+forward instead of 2,393, and 2,999 backward instead of 4,557.
 """
 
 import math
@@ -175,8 +175,8 @@ def _decay_backward(
     """Write the gradients of a chunk.
 
     Args:
-        state_change: the gradient of the state, which goes from that after the chunk
-            to that before it.
+        state_change: first the gradient of the state after the chunk, at the end that
+            of the state before it.
     """
 
     @pl.when(pl.program_id(2) == 0)

@@ -32,7 +32,7 @@ def turn(
     same: Float[Array, "#B T H"],
     other: Float[Array, "#B T H"],
 ) -> Float[Array, "B T N H"]:
-    """Return x · same + partner · other, with the other feature of a pair as partner.
+    """Return x · same + partner · other; partners are the two features of a pair.
 
     Args:
         distance: between the two features of a pair: 1 or H/2.
@@ -86,7 +86,7 @@ def _by_rows(compute: Callable, length: int) -> None:
 
 
 def _partners(distance: int, x: Array, roll: Callable) -> Array:
-    """Return the other feature of the pair of each feature."""
+    """Return the partner of each feature."""
     size = x.shape[-1]
     if 2 * distance == size:
         return roll(x, distance)

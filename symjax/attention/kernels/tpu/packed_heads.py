@@ -1,8 +1,8 @@
 """Packed heads: several heads in one tile of 128 lanes.
 
-A tile holds 128/H heads of size H, for instance two of 64. To multiply one head, the
-other heads of its tile are set to 0. So a NaN in one head reaches the other heads of
-its tile.
+A tile holds 128/H heads of size H, for instance two of 64. A product for one head sets
+the other heads of its tile to 0 in one of the two factors. A NaN of these heads in the
+other factor still reaches the result, because 0 · NaN is NaN.
 """
 
 from collections.abc import Sequence

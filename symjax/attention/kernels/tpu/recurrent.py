@@ -1,7 +1,7 @@
 """Adapters of the recurrent kernels for TPUs, and the derivative that they share.
 
 An adapter converts the arrays of a call to those of kernels: heads are joined in tiles
-of lanes, and hidden tokens are 0.
+of lanes, and hidden keys and values are 0.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ Fallback = Callable[[Tokens, Any], Array]
 
 
 class Inputs(NamedTuple):
-    """Differentiable arrays of a call, and which tokens see each other."""
+    """Differentiable arrays of a call, its visible tokens and its segments."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B T K H"]
@@ -222,7 +222,7 @@ def _rows(plan: ChunkPlan, output: Array, inputs: Inputs) -> Float[Array, "B T N
 
 
 def _gradient(plan: ChunkPlan, x: Array, like: Array) -> Array:
-    """Convert the gradient of an operand to that of the array it was made from."""
+    """Return the gradient of `like` from the gradient x of the operand made of it."""
     if like.ndim == 4:
         return unpack_gradient(x, plan.heads, like)
     return _summed_from_tiles(plan, x, like)

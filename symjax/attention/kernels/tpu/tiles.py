@@ -64,7 +64,7 @@ def product_in_parts(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _
     """Return a product in float32 that keeps 16 of the 24 bits of float32 arrays.
 
     A float32 array is split into two bfloat16 parts. The product takes three MXU passes
-    for two float32 arrays, two passes for one of them, and one for none.
+    if both arrays are float32, two if one of them is, and one if none is.
     """
     parts = [in_parts(x, 2) if x.dtype == jnp.float32 else [x] for x in (a, b)]
     terms = [
@@ -94,7 +94,7 @@ def _diagonal() -> Bool[Array, "128 128"]:
 
 
 def column(row: Shaped[Array, "1 r"]) -> Shaped[Array, "r 1"]:
-    """Return a row as a column: sums of diagonals, at a tenth of a reshape's cost."""
+    """Return a row as a column. Summing diagonals costs a tenth of a reshape."""
     pieces = [
         jnp.where(_diagonal(), row[:, x : x + LANES], 0).sum(axis=1, keepdims=True)
         for x in range(0, row.shape[1], LANES)

@@ -6,13 +6,13 @@ block.py       Block: norm, attention, norm, feed-forward; the values of model.r
 attention.py   Attention: projections, λ of differential attention, output
 mixer.py       Mixer: runs the mechanism over a row, or over new tokens with a cache
 parts/         what a mechanism adds to its layer: weights, operands, sharding rules
-gau.py         GatedBlock: one block for mechanisms that replace the feed-forward too
+gau.py         GatedBlock: one block in place of attention and feed-forward
 universal.py   UniversalBlock: one block repeated until a token halts
 
 primitives.py  Linear, dropout, rotary positions
 convolution.py norms.py position_term.py   smaller modules of a layer
 segments.py    documents in a row: positions, and the masks that mechanisms receive
-sharded.py     the same computation on each device of a mesh
+sharded.py     each device of a mesh computes its own examples and heads
 validate.py    checks model.* and returns the sizes and the mechanism's options by depth
 flax_compat.py attention_fn: mechanisms inside Flax's own attention layers
 

@@ -68,12 +68,12 @@ class Attention(nnx.Module):
     decoders. In an encoder a token sees all tokens except padding, or with
     model.attention.window the near ones on both sides.
 
-    With differential V1, each head has two branches of size width/(2N), or
-    model.head_size, and values of twice that size. Its output passes an RMSNorm and is
-    multiplied by 1 − λ_init. With V2, each head has two queries of size width/N, or
-    model.head_size, and one key. `decay`, `delta` and `mesa` have an RMSNorm per head
-    too (`Part.head_norm`). model.attention.head_norm=False leaves out the RMSNorm, but
-    not 1 − λ_init.
+    With differential V1, each head has two branches of model.head_size features, by
+    default width/(2N), and values of twice that size. The output of a head passes an
+    RMSNorm and is multiplied by 1 − λ_init. With V2, each head has two queries of
+    model.head_size features, by default width/N, and one key. `decay`, `delta` and
+    `mesa` have an RMSNorm per head too (`Part.head_norm`).
+    model.attention.head_norm=False leaves out the RMSNorm, but not 1 − λ_init.
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. In V1 the value of a head is then the
@@ -269,7 +269,9 @@ class Attention(nnx.Module):
         segments: Segments | None = None,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values per head, rotated by their positions.
+        """Return queries, keys and values per head.
+
+        Queries and keys are rotated by their positions.
 
         Args:
             inputs: in decoding, the last inputs that each convolution has read. This
@@ -277,8 +279,8 @@ class Attention(nnx.Module):
             padding_mask: True for tokens, False for padding, which comes after them.
             segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the document (or row) that each token belongs
-                to, for rotations that depend on it; by default the largest position of
-                the row + 1.
+                to. Some rotations depend on it. By default it is the largest position
+                of the row + 1.
         """
         inputs = {} if inputs is None else inputs
 
@@ -308,7 +310,7 @@ class Attention(nnx.Module):
         if lengths is None:
             lengths = self.rotate.lengths(positions)
         rotated = self.rotate(query, positions, lengths)
-        if key is query:  # equal keys need no rotation of their own
+        if key is query:  # one rotation is enough
             return rotated, rotated, value
         return rotated, self.rotate(key, positions, lengths), value
 

@@ -32,8 +32,9 @@ ACTIVATIONS = {
 
 # Value of model.remat → results that are saved for the backward pass, by their names.
 # Most attention kernels give the name RESIDUAL to their results. Results without this
-# name are computed again in the backward pass: those of cuDNN, of jla and of the TPU
-# kernels of feature maps, and the states of the GPU kernels of feature maps.
+# name are computed again in the backward pass: those of cuDNN, of jax-linear-attention
+# and of the TPU kernels of feature maps, and the states of the GPU kernels of feature
+# maps.
 # "dots" saves only two kinds of products with weights. All kinds would fill the 16 GB
 # of a TPU v5e in a model of 1b parameters.
 POLICIES = {

@@ -17,7 +17,7 @@ class Convolved(NamedTuple):
     """Decoding state of a layer with convolutions."""
 
     cache: Any  # state of the mechanism
-    inputs: dict[str, Float[Array, "B I C"]]  # the last I = size − 1 inputs of each
+    inputs: dict[str, Float[Array, "B I C"]]  # last I = size − 1 of each convolution
 
 
 class ShortConvolution(nnx.Module):

@@ -29,7 +29,7 @@ def attention_fn(
 ) -> Callable[..., Array]:
     """Return a mechanism as the `attention_fn` of a Flax layer, in place of softmax.
 
-    `nnx.MultiHeadAttention(…, attention_fn=attention_fn("cosine"))`, or the same in
+    Pass it as `nnx.MultiHeadAttention(…, attention_fn=attention_fn("cosine"))`, or to
     Linen's `nn.MultiHeadDotProductAttention`. Arrays may have any axes before [T N H],
     and fewer key/value heads than query heads. The layer's `dtype` and `precision`
     apply, except to products that need the highest precision. Sums run in float32 at
@@ -223,8 +223,7 @@ def _keys_and_rows(mechanism: str, mask: Array) -> tuple[Array, Array | None]:
     """Split a mask of pairs into visible keys, and rows that see any key.
 
     Flax's padding masks are products of both. Other masks, such as causal ones, raise.
-    Under `jax.jit` the values of a mask are not known, so other masks make the output
-    NaN.
+    Under `jax.jit` the values of a mask are not known: such masks make the output NaN.
 
     Returns:
         visible keys [#B 1 1 S], and factors of the rows [#B T 1 1] (1, 0 or NaN), or

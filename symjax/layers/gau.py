@@ -20,7 +20,7 @@ RULES = (("roles/*", P(None)),)
 
 
 class Role(nnx.Module):
-    """Query or key of the shared vector z: scale · z + bias."""
+    """Query or key made from the shared vector z: scale · z + bias."""
 
     def __init__(self, size: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         draw = nnx.initializers.normal(0.02)
@@ -38,10 +38,10 @@ class Role(nnx.Module):
 class GatedBlock(nnx.Module):
     """x + W_o(u ⊙ A v), with u = silu(W_u y), v = silu(W_v y) and y = norm(x).
 
-    A is relu² attention with one head, whatever model.heads says. Query and key are the
-    same vector z = silu(W_z y), each with its own scale and bias. u and v have twice
-    the width, so that two such blocks cost about as much as one of attention and
-    feed-forward.
+    A is relu² attention with one head, whatever model.heads says. Query and key are
+    made from one vector z = silu(W_z y), each with its own scale and bias (`Role`). u
+    and v have twice the width. So two such blocks cost about as much as one of
+    attention and feed-forward.
 
     gau    attention to all tokens; weights are divided by model.length in a decoder,
            and by the number of visible tokens in an encoder
@@ -153,7 +153,7 @@ class GatedBlock(nnx.Module):
         *,
         lengths: Int[Array, "#B #T"] | None = None,
     ) -> tuple[Array, Array, Array]:
-        """Return query, key and value of the one head, rotated by their positions."""
+        """Return query, key and value; positions rotate query and key."""
         operands = self.operands(y, positions, lengths=lengths)
         return tuple(operands[name].array for name in ("query", "key", "value"))
 

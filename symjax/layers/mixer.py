@@ -334,8 +334,8 @@ def check_room(
 ) -> None:
     """Raise if more tokens come than fit.
 
-    Under `jax.jit` only the number of new tokens is known, and checked if there is no
-    padding mask.
+    Under `jax.jit` only `count` is compared with `room`, and only without a padding
+    mask.
 
     Args:
         room: number of tokens that fit.

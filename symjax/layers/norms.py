@@ -129,7 +129,7 @@ def _normalised_tangent(
 def _orthogonal_part(
     change: Float[Array, "*B D"], unit: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:
-    """Return the change without its component along u, whose mean square is 1."""
+    """Return the change without its component along `unit` (of mean square 1)."""
     # By einsum: XLA's CPU compiler sums broadcast products slowly.
     product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     along = product("...d,...d->...", unit, change) / unit.shape[-1]

@@ -1,8 +1,8 @@
 """Layers under a mesh: each device computes its own examples and heads.
 
-Without a mesh (`jax.set_mesh`) each function here changes nothing, so that modules work
-in a notebook. Weights are not annotated here: `symjax.layers.rules` and
-`symjax.training.sharding` map their paths to mesh axes.
+Without a mesh (`jax.set_mesh`) the functions here shard nothing. Weights are not
+annotated here: `symjax.layers.rules` and `symjax.training.sharding` map their paths to
+mesh axes.
 """
 
 import math
@@ -132,8 +132,9 @@ def per_device(
 def heads_per_device(
     function: Callable[..., Array], x: Float[Array, "B T N H"], **more: Operand
 ) -> Float[Array, "B T N H"]:
-    """Return function(x, **more) for heads, on each device if a kernel may compute it.
+    """Return function(x, **more) of heads x.
 
+    If a kernel may compute it, each device calls the function for its own heads, since
     XLA cannot split a kernel over devices.
     """
     if not supports_heads(x):

@@ -64,8 +64,8 @@ class UniversalBlock(nnx.Module):
     token that halts in its first step gives the halting weights no gradient.
 
     All tokens are computed in every step, so the cost is depth times that of a block.
-    Halting is a threshold, so rounding can make a token halt one step later, and
-    decoding can differ from whole rows.
+    Since halting is a threshold, rounding can change the step in which a token halts.
+    So decoding can differ from whole rows.
 
     Args:
         options: the model's configuration; `depth` is the number of steps, and `remat`

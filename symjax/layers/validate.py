@@ -1,4 +1,4 @@
-"""Sizes and options of a model's blocks, checked against each other by name."""
+"""Sizes and options of a model's blocks, with checks whose errors name the keys."""
 
 import dataclasses
 from typing import Any
@@ -47,7 +47,7 @@ def sizes(options: config.Model) -> Sizes:
     """
     heads, chosen = options.heads, options.attention
     kv_heads = options.kv_heads or heads
-    halves = 2 if chosen.differential == "v1" else 1  # branches that share a head
+    halves = 2 if chosen.differential == "v1" else 1  # V1 splits a head
     if heads % kv_heads:
         raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
     if chosen.symmetric in FROM_QUERIES and kv_heads != heads:
@@ -93,7 +93,7 @@ def _grouped_heads(heads: int, kv_heads: int, signals: int) -> tuple[int, int]:
     """Return the numbers of query and key heads if `signals` heads share a noise head.
 
     Raises:
-        ValueError: heads that are no groups, naming the keys.
+        ValueError: the heads cannot form such groups; the message names the keys.
     """
     noise = heads // signals
     shared = f"model.attention.signals {signals}"
@@ -313,7 +313,7 @@ def _check_implementation(options: config.Model, names: tuple[str, ...]) -> None
 
 
 def _check_bias(choice: str, names: tuple[str, ...]) -> None:
-    """Raise if a mechanism cannot add the bias of a choice per head."""
+    """Raise if a mechanism cannot add a bias per head to its scores."""
     if any(MECHANISMS[name].gated for name in names):
         raise ValueError(f"{choice} needs several heads: a gated block has one")
     without = [name for name in names if "bias" not in MECHANISMS[name].operands]

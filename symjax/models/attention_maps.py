@@ -1,4 +1,4 @@
-"""Attention maps and scores of the layers of a model, in one way for every mechanism.
+"""Attention maps and scores of the layers of a model, with any mechanism.
 
 A layer attends with unit vectors as values, so that row t of its output is row t of its
 map. The functions take the operands of a layer (`operands_of`) and are called inside
@@ -73,7 +73,7 @@ def in_own_pairs(
 def by_branch(
     mixer: Mixer, query: Array, key: Array, value_heads: int
 ) -> tuple[Array, Array]:
-    """Return queries and keys [B T Nk H] as [B N P T H], shared ones repeated.
+    """Return queries and keys [B T Nk H] as [B N P T H], with shared heads repeated.
 
     P is the number of branches of a head: 2 if the layer is differential, else 1.
     """
@@ -85,8 +85,8 @@ def by_branch(
 
 
 def branches_of(x: Array, heads: int, kind: str) -> Array:
-    """Reshape queries or keys [B T Nk H] to [B N P T H], shared ones repeated."""
-    if x.shape[2] < 2 * heads and kind == "v2":  # both branches share their key
+    """Reshape queries or keys [B T Nk H] to [B N P T H]; repeat shared heads."""
+    if x.shape[2] < 2 * heads and kind == "v2":  # both branches share one key
         x = jnp.repeat(x, 2, axis=2)
     branches = 1 if kind == "none" else 2
     split = rearrange(x, "b t (k p) h -> b k p t h", p=branches)

@@ -21,7 +21,8 @@ from symjax.layers.parts.table import PARTS, part_of
 from symjax.layers.validate import sizes
 from symjax.models.build import build, weights_and_constants
 
-# Beginnings of names of weights that start fresh if the source lacks them.
+# Beginnings of names of weights that keep their initial values if the source lacks
+# them.
 FRESH = (
     "lambda_",
     "metric",
@@ -115,7 +116,8 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     Exact conversions (the target computes the same function):
     - more key/value heads, a multiple of the source's: each is repeated, with its gates
       and feature map (constant decays need attention.decay_heads);
-    - projected keys from symmetric ones, and pairwise from plain symmetric (U = 1);
+    - projected keys from symmetric ones, and pairwise from plain symmetric (the metric
+      is the identity);
     - separate values from values shared with keys (`symmetric` kv or qkv), and kv from
       qkv;
     - gated blocks of another length: the output projection of a block is rescaled;
@@ -133,15 +135,16 @@ def convert(params: Params, source: config.Model, target: config.Model) -> Param
     - other classes, or classes after masked tokens: all weights except the output
       layer.
 
-    Weights that only the target has (λ, norms, feature maps, gates), and feature maps
-    of another kind, start fresh. Weights of the source's mechanism that the target
-    lacks are dropped (its norm per head, feature maps, decays). Random projections and
-    their statistics are constants, which `carried` returns: with other constants the
-    target computes another function.
+    Weights that only the target has (λ, norms, feature maps, gates), and feature maps,
+    gates and decays of another kind, keep their initial values. Weights of the source's
+    mechanism that the target lacks are dropped (its norm per head, feature maps,
+    decays). Random projections and their statistics are constants, which `carried`
+    returns: with other constants the target computes another function.
 
     Raises:
-        ValueError: the models differ in a way that weights cannot follow, naming both,
-            or the target has no place for a weight of the source, naming it.
+        ValueError: the weights cannot be converted between these configurations (the
+            message names both values), or the target has no place for a weight of the
+            source.
     """
     _check(source, target)
     _check_sizes(source, target)
@@ -198,7 +201,7 @@ def _block(
 
 
 def _check(source: config.Model, target: config.Model) -> None:
-    """Raise if weights of the source cannot follow to the target."""
+    """Raise if the weights cannot be converted between these configurations."""
     for field in dataclasses.fields(source):
         one, other = getattr(source, field.name), getattr(target, field.name)
         if field.name not in FREE and one != other:
@@ -250,7 +253,7 @@ def _check(source: config.Model, target: config.Model) -> None:
 
 
 def _check_sizes(source: config.Model, target: config.Model) -> None:
-    """Raise if heads or hidden features differ. A key with 0 has its default size."""
+    """Raise if sizes differ, except key/value heads that the target repeats."""
     of_source, of_target = sizes(source), sizes(target)
     kv_heads = of_source.kv_heads
     if of_target.kv_heads % kv_heads == 0:
@@ -331,7 +334,7 @@ def _overlay(fresh: Params, params: Params, prefix: str) -> Params:
 
     Raises:
         ValueError: the target has no place for a weight that no mechanism owns, the
-            source lacks a weight that may not start fresh, or shapes differ.
+            source lacks a weight that the target may not initialise, or shapes differ.
     """
     # Weights of the source's mechanism, which the target's mechanism may lack.
     dropped = ("head_norm", *(x for part in PARTS.values() for x in part.owned))

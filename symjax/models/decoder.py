@@ -59,7 +59,7 @@ class Decoder(nnx.Module):
             watch: function that is called in each block, as in `symjax.layers.Block`.
             segment_ids: consecutive tokens with equal ids are one document. A token
                 sees only its own document, and positions begin at 0 in each document.
-                So outputs are those of each document alone, except with the mechanism
+                Outputs are those of each document alone, except with the mechanism
                 flash, whose groups of tokens do not restart with a document.
         Raises:
             ValueError: more tokens than learned positions.
@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T vocabulary"], Cache]:
         """Read the next tokens; return (logits after each of them, new cache).
 
-        A token costs one decoding step; earlier tokens are not computed again.
+        Earlier tokens are not computed again.
 
         Args:
             lengths: number of tokens of each row that exist. The rest of the row is

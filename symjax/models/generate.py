@@ -24,7 +24,7 @@ MOST = 2**20  # largest number of new tokens in one call
 PROMPT, ROOM = 16, 64  # smallest lengths of padded prompts and of caches, in tokens
 PIECE = 16  # largest number of tokens between two calls of `until`
 GREEDY = 1e-6  # lower temperatures take the likeliest token
-HOTTEST = 1e30  # largest temperature: the inverse of 3e38 is 0 in XLA
+HOTTEST = 1e30  # largest divisor of logits: the inverse of 3e38 is 0 in XLA
 SLACK = 1e-6  # rounding of a sum of probabilities in float32
 
 AnyArray = Array | np.ndarray
@@ -46,9 +46,9 @@ def generate(
     """Draw the `count` tokens that follow each prompt, one after another.
 
     The model decodes with its cache: keys and values of each layer, or a state whose
-    size does not depend on the length. Two programs are compiled for each top_k and for
-    each number of rows, of prompt tokens and of prompt + count tokens, all rounded up
-    to powers of two. The loop ends early when all rows have stopped.
+    size does not depend on the length. Two programs are compiled for each top_k and
+    each combination of three sizes, rounded up to powers of two: rows, prompt tokens,
+    and prompt + count tokens. The loop ends early when all rows have stopped.
 
     Args:
         count: at most 2²⁰.

@@ -12,7 +12,10 @@ from symjax.models.build import Model, attentions
 
 
 def lambda_table(model: Model) -> list[dict[str, float]]:
-    """Return λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with V1."""
+    """Return λ₁, λ₂, λ_init and λ = λ₁ − λ₂ + λ_init of each layer with V1.
+
+    λ₁ is exp(λ_q1·λ_k1) of the learned vectors, and λ₂ likewise.
+    """
     # A universal model repeats one layer, which has one row.
     layers = {id(layer): layer for layer in attentions(model)}
     rows = []
@@ -35,8 +38,7 @@ def mean_lambdas(model: Model, inputs: Any) -> dict[int, float]:
     """Return the mean λ of each layer of differential V2, by the layer's index.
 
     The mean is over heads and tokens. Each row counts as one document, also if it holds
-    several. A universal model applies one block several times, and has a mean for each
-    time.
+    several. A universal model has a mean for each step.
     """
     graph, weights = nnx.split(model)
     return {

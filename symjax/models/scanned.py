@@ -1,7 +1,7 @@
 """Blocks of a deep model as one loop (model.scan_layers), whose body is one period.
 
-The size of the program does not grow with depth. A period is one block, or one block
-for each mechanism of model.pattern.
+A period is one block, or one block for each entry of model.pattern. The size of the
+program does not grow with depth.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,9 @@ def run_scanned(
 ) -> Float[Array, "B T D"]:
     """Run x through all blocks by `jax.lax.scan` over the periods of the pattern.
 
-    Block i of each period has the same modules, so the weights of these blocks are
-    stacked, with kernels in the dtype of the computation. Each training step thus
-    copies the weights once. The model, its optimizer and its checkpoints have the
-    weights of each block separately.
+    The weights of block i of all periods are stacked, with kernels in the dtype of the
+    computation. Each training step thus copies the weights once. The model, its
+    optimizer and its checkpoints have the weights of each block separately.
 
     Args:
         model: has blocks, remat, dtype and period, the number of blocks of a period.
@@ -40,7 +39,7 @@ def run_scanned(
         padding_mask, segments: as in `symjax.layers.Block`.
     Raises:
         ValueError: block i of two periods differs in more than weights and the
-            attributes named in `BY_DEPTH` (of `Attention`, for example λ_init).
+            attributes named in `BY_DEPTH`, such as λ_init.
     """
     blocks, period = model.blocks, model.period
     graphs = [_graph(block) for block in blocks]

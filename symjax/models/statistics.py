@@ -25,9 +25,9 @@ def fit_statistics(model: Model, inputs: Any) -> None:
 
     Args:
         model: it is changed in place.
-        inputs: token ids [B T] or images. The model may not be evaluated on them:
-            statistics of the same text would tell earlier tokens about later ones. In a
-            row of an encoder, repetitions of its text replace the padding.
+        inputs: token ids [B T] or images. The model may not be evaluated on them, since
+            statistics of a text tell earlier tokens about later ones. In rows of an
+            encoder, repetitions of the text replace the padding.
     Raises:
         ValueError: no layer of the model has such features.
     """

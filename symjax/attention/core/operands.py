@@ -36,24 +36,24 @@ RowWeights = Callable[[Array, Array | None], Array | tuple[Array, Array]]
 class Adjustment(NamedTuple):
     """Changes of scores by arrays of the call: forget gates, a sink, a law of length.
 
-    No kernel supports them. The ring refuses `length`.
+    No kernel supports them. The ring refuses `law`.
 
     Attributes:
         row_decay, key_decay: sums of the log-decays up to each row and up to each key.
             The absolute value of their difference is subtracted from the score.
         sink: logit of one more key without a value, which every row sees.
-        length: slope and power of a factor of each row (`lengths.adaptive_scale`).
+        law: slope and power of a factor of each row (`lengths.adaptive_scale`).
     """
 
     row_decay: Float[Array, "#B Nq T 1"] | None = None
     key_decay: Float[Array, "#B Nq 1 S"] | None = None
     sink: Float[Array, "1 Nq 1 1"] | None = None
-    length: tuple[Float[Array, "#B Nq #T 1"], ...] | None = None
+    law: tuple[Float[Array, "#B Nq #T 1"], ...] | None = None
 
     def map_rows(self, function: Callable) -> "Adjustment":
         return self._replace(
             row_decay=function(self.row_decay, 2),
-            length=jax.tree.map(lambda x: function(x, 2), self.length),
+            law=jax.tree.map(lambda x: function(x, 2), self.law),
         )
 
     def map_keys(self, function: Callable) -> "Adjustment":
@@ -174,7 +174,7 @@ class ScoreSettings(NamedTuple):
         scale: factor of the scores; None if it is known only at run time.
         length_base: base of the entropy-invariant scale, or None.
         length_scale: another law of length: "floor", "distance", or "adaptive", for
-            which `Adjustment.length` has the slope and power of each row.
+            which `Adjustment.law` has the slope and power of each row.
         offset: position of row 0 among the keys; None if known only at run time.
         whole: compute all rows as one block, without checkpointing.
         dtypes: types in which keys and values are multiplied, in this order.

@@ -136,7 +136,7 @@ class Visibility:
         return (before + after) <= 0
 
 
-def part(
+def slice_axis(
     x: Array | None, axis: int, _: int = 0, *, start: int | Array, size: int
 ) -> Array | None:
     """Return `size` entries of an axis from `start` on.

@@ -57,7 +57,8 @@ class TokenUpdates(NamedTuple):
     """Changes of the regression by each token of a chunk.
 
     Attributes:
-        reach: the rows [B 1 T 1] that read the state before the chunk; None: all.
+        reaches_rows: the rows [B 1 T 1] that read the state before the chunk; None:
+            all.
         changes: Z, the product of each key with P before the token.
         root_changes: f / (1 + √d), with f the product of each key with F before the
             token.
@@ -65,7 +66,7 @@ class TokenUpdates(NamedTuple):
         errors: E, the errors of the regression after the token.
     """
 
-    reach: Bool[Array, "B 1 T 1"] | None
+    reaches_rows: Bool[Array, "B 1 T 1"] | None
     changes: Float[Array, "B K T H"]
     root_changes: Float[Array, "B K T H"]
     pivots: Float[Array, "B K T"]
@@ -215,8 +216,8 @@ def _read(
     chunk, strength = prepared
     product = products(*chunk[:3], cancel=True)
     past = product("bkgth,bkhv->bkgtv", query, before.fit)
-    if updates.reach is not None:
-        past = jnp.where(updates.reach[:, :, None], past, 0)
+    if updates.reaches_rows is not None:
+        past = jnp.where(updates.reaches_rows[:, :, None], past, 0)
     weights = strength * product("bkgth,bksh->bkgts", query, updates.changes)
     weights = jnp.where(past_pairs(chunk)[:, None, None], weights, 0)
     return past + product("bkgts,bksv->bkgtv", weights, updates.errors)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.operands import Adjustment, repeat_noise, signal_keys
 from symjax.attention.core.sequence import gather
-from symjax.attention.core.visibility import Visibility, part
+from symjax.attention.core.visibility import Visibility, slice_axis
 from symjax.attention.scores.arguments import ScoreArguments
 
 # Smaller log-decays count as this one. Otherwise their sum would lose the digits of
@@ -51,7 +51,7 @@ def adjustment_of(
         found = found._replace(sink=sink)
     if has_law:
         found = found._replace(
-            length=tuple(_of_rows(x.astype(dtype), arguments, branches) for x in law)
+            law=tuple(_of_rows(x.astype(dtype), arguments, branches) for x in law)
         )
     return found
 
@@ -118,7 +118,7 @@ def _at_rows(
     """Return the sums up to the position of each row; 0 before the first key."""
     rows, time = visibility.row_positions, visibility.row_positions.shape[1]
     if visibility.consecutive and time <= visibility.length:
-        of_rows: Any = part(sums, 2, start=rows[0, 0], size=time)
+        of_rows: Any = slice_axis(sums, 2, start=rows[0, 0], size=time)
         return of_rows
     batch = max(sums.shape[0], rows.shape[0])
     sums = jnp.broadcast_to(sums, (batch, *sums.shape[1:]))

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from symjax.attention.core.meshes import vary_alike
 from symjax.attention.core.operands import Adjustment, ScoreArrays, ScoreSettings
 from symjax.attention.core.sequence import around_ring, if_seen, pass_on
-from symjax.attention.core.visibility import Visibility, part
+from symjax.attention.core.visibility import Visibility, slice_axis
 from symjax.attention.scores.rows import scored, weighted_sum
 
 
@@ -123,7 +123,7 @@ def attend_ring(
 def _without_hidden(arrays: ScoreArrays) -> ScoreArrays:
     """Set the keys and values of this device that the mask hides to 0."""
     visibility, (key, value) = arrays.visibility, arrays[1:3]
-    mask = part(
+    mask = slice_axis(
         visibility.mask, 3, start=visibility.row_positions[0, 0], size=key.shape[2]
     )
     if mask is None:
@@ -265,7 +265,7 @@ def _visibility_of_source(
 ) -> tuple:
     """Return the visibility of rows and keys of device `source`, and `source`."""
     length = inputs.key.shape[2]
-    keys = partial(part, start=source * length, size=length)
+    keys = partial(slice_axis, start=source * length, size=length)
     visibility = replace(
         visibility, row_positions=rows.position, row_segments=rows.segments
     )
@@ -280,7 +280,7 @@ def _scores(settings: RingSettings, inputs: RingInputs, of_source: tuple) -> Arr
     """
     visibility, source = of_source
     length = inputs.key.shape[2]
-    cut = partial(part, axis=3, start=source * length, size=length)
+    cut = partial(slice_axis, axis=3, start=source * length, size=length)
     arrays = ScoreArrays(
         inputs.rows.query,
         inputs.key,

@@ -31,7 +31,7 @@ from symjax.attention.core.operands import (
     ScoreSettings,
     spec_of_score_rows,
 )
-from symjax.attention.core.visibility import part
+from symjax.attention.core.visibility import slice_axis
 
 KEPT = "row statistics"  # `checkpoint_name` of what a block saves for its gradient
 # Rows of a block on accelerators, whose matrix units have this size. On a CPU
@@ -165,8 +165,8 @@ def _blocks(settings: ScoreSettings, arrays: ScoreArrays, rows: int) -> Array:
     for first in range(0, count, per_extent):
         start, stop = first * rows, min((first + per_extent) * rows, time)
         begin, end = _seen(settings, arrays, start, stop)
-        extent = arrays.map_rows(partial(part, start=start, size=stop - start))
-        extent = extent.map_keys(partial(part, start=begin, size=end - begin))
+        extent = arrays.map_rows(partial(slice_axis, start=start, size=stop - start))
+        extent = extent.map_keys(partial(slice_axis, start=begin, size=end - begin))
         if outputs:  # XLA must not run extents at once: that takes 1.4× the memory
             extent, outputs[-1] = jax.lax.optimization_barrier((extent, outputs[-1]))
         length = stop - start
@@ -206,7 +206,7 @@ def _block(
     settings: ScoreSettings, arrays: ScoreArrays, start: int | Array, *, size: int
 ) -> Array:
     """Return `size` rows from `start` on, computed from all keys of the arrays."""
-    arrays = arrays.map_rows(partial(part, start=start, size=size))
+    arrays = arrays.map_rows(partial(slice_axis, start=start, size=size))
     lam, dtype = arrays.lam, settings.dtypes[1]
     signals = settings.signals
     branches = [arrays]
@@ -317,8 +317,8 @@ def _factor(
         return None
     count = arrays.visibility.count(visible)
     adjustment = arrays.adjustment
-    if adjustment is not None and adjustment.length is not None:
-        return lengths.adaptive_scale(count, *adjustment.length)
+    if adjustment is not None and adjustment.law is not None:
+        return lengths.adaptive_scale(count, *adjustment.law)
     if base is not None:
         return lengths.log_scale(count, base)
     return lengths.floor_scale(count)

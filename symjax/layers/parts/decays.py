@@ -84,10 +84,10 @@ class GatedDecay(nnx.Module):
 class SoftplusDecay(nnx.Module):
     """Learned log-decay −exp(rate) Δ, Δ = softplus(up(x) + bias).
 
-    Per key head as in Mamba-2 and Gated DeltaNet, or per channel, from a low-rank map
-    up(down(x)), as in Kimi Delta Attention. The weight `rate` holds the logarithm of a
-    rate. Initially exp(rate) is uniform in [1, 16], and softplus(bias) log-uniform in
-    [0.001, 0.1].
+    There is one per key head (Mamba-2, Gated DeltaNet), or one per channel, from a
+    low-rank map up(down(x)) (Kimi Delta Attention). The weight `rate` holds the
+    logarithm of a rate. Initially exp(rate) is uniform in [1, 16], and softplus(bias)
+    log-uniform in [0.001, 0.1].
 
     Args:
         shape: (heads,) or (heads, channels) of a token's decays.
@@ -180,7 +180,7 @@ def _weights(
 def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, Operand]:
     """Add the log-decays. For Mamba-2, also multiply the keys by Δ.
 
-    Mamba-2 multiplies the values by Δ, which gives the same products k vᵀ.
+    The paper multiplies the values by Δ instead. The products k vᵀ are equal.
     """
     operands = operands | {"log_decay": Operand(layer.decay(x), "BTK")}
     if layer.chosen.decay == "mamba2":
@@ -191,7 +191,7 @@ def _operands(layer: Any, x: Array, operands: dict[str, Operand]) -> dict[str, O
 
 
 def _output(layer: Any, mixed: Array, operands: dict[str, Operand]) -> Array:
-    """Add a token's own value times skip, a weight per head, for Mamba-2."""
+    """For Mamba-2, add the token's value times `skip`, a weight per head."""
     if layer.chosen.decay != "mamba2":
         return mixed
     value = operands["value"].array
@@ -217,9 +217,9 @@ def decay_converted(
 ) -> dict[str, Any]:
     """Return the decay weights of a layer of the target.
 
-    Decays of another kind start fresh. Key heads that the target repeats keep their
-    decay. If only the target is differential (V1), both branches of a head get the
-    decay of the head.
+    Decays of another kind keep their initial values. Copies of a key head have its
+    decay. If only the target is differential (V1), both branches of a head get its
+    decay per head, or the decays of their channels.
     """
     before, after = source.attention, target.attention
     if before.decay != after.decay:

@@ -1,7 +1,7 @@
 """Weights of the delta rule: its gates, and the decay of the state.
 
-`model.attention.delta_gates` chooses the gates, each the sigmoid of a linear map of the
-token without a bias:
+Each gate is the sigmoid of a linear map of the token without a bias.
+`model.attention.delta_gates` chooses the gates:
 
 head       β per key head: D K weights for width D
 channel    erase gates per channel of the keys, and write gates per channel of the
@@ -94,9 +94,9 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Gates of another kind start fresh. Key heads that the target repeats keep their
-    gates and decay. If only the target is differential (V1), both branches of a head
-    get the β and the decay of the head, and the erase gates of their channels.
+    Gates of another kind keep their initial values. Copies of a key head have its gates
+    and decay. If only the target is differential (V1), both branches of a head get its
+    β, and the erase gates of their channels.
     """
     weights = decay_converted(weights, source, target)
     before, after = source.attention, target.attention

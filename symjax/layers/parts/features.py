@@ -104,8 +104,9 @@ def _maps_converted(
 ) -> dict[str, Any]:
     """Return the learned maps of a layer of the target.
 
-    Maps of other features start fresh. If only the target is differential, each branch
-    of a head gets a map: in V1 its own half of the head's map, in V2 the whole map.
+    Maps of other features keep their initial values. If only the target is
+    differential, each branch of a head gets a map: in V1 one half of the head's map, in
+    V2 the whole map.
     """
     if not {*MAPS} <= weights.keys():
         return weights

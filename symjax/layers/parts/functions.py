@@ -46,9 +46,9 @@ def _flops_of_function(mixer: Any, chosen: config.Attention, length: int) -> flo
     """Return the operations per token of a function of QQᵀ.
 
     An encoder computes QᵀQ, QᵀV, and Q times a matrix [H V]. In a decoder a resolvent
-    costs as much as the Mesa layer. The other functions are power series, of which each
-    term reads a state [H H]. exp and expm1 count with 128 terms, though they need fewer
-    for small scores.
+    costs as much as the Mesa layer. The other functions are power series. Each term
+    reads a state [H H]. exp and expm1 count with 128 terms, though they need fewer for
+    small scores.
     """
     sizes = mixer.sizes
     if not mixer.causal:
@@ -66,7 +66,7 @@ def _flops_of_function(mixer: Any, chosen: config.Attention, length: int) -> flo
 def _weights_of_mesa(
     options: config.Model, depth: int, sizes: Sizes, rngs: nnx.Rngs
 ) -> dict[str, Any]:
-    """Return the logits of the ridge of each key head and channel, in one axis."""
+    """Return the weights of the ridge, by key head and channel, in one axis."""
     start = jnp.log(jnp.expm1(1 - LEAST_RIDGE))
     return {"ridge": nnx.Param(jnp.full(sizes.keys * sizes.head_size, start))}
 
@@ -88,8 +88,8 @@ def _operands_of_mesa(
 def _flops_of_mesa(mixer: Any, chosen: config.Attention, length: int) -> float:
     """Return the operations per token of a recurrence with two states.
 
-    The state [H H] is read and written like the state [H V]. The factor of a chunk
-    is an inverse that multiplies keys and values.
+    The state [H H] is read and written like the state [H V]. Each chunk also multiplies
+    keys and values by an inverse.
     """
     sizes, chunk = mixer.sizes, min(chosen.chunk_size, length)
     size, value = sizes.head_size, sizes.value_size

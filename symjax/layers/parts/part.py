@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
 
 
 def repeat_heads(x: Array, heads: int, times: int, axis: int = -1) -> Array:
-    """Repeat the entries of each head along an axis, next to each other.
+    """Repeat each head along an axis; the copies of a head are adjacent.
 
     Args:
         heads: number of heads of the axis [heads · entries].

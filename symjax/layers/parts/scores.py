@@ -92,9 +92,9 @@ def _converted(
 ) -> dict[str, Any]:
     """Return the weights of a layer of the target.
 
-    Gates of another kind start fresh. If the target repeats a key head, every copy has
-    its gate. If only the target is differential (V1), both branches of a head get its
-    gate.
+    Gates of another kind keep their initial values. Copies of a key head have its gate.
+    If only the target is differential, both branches of a head get its length factor,
+    and in V1 its gate.
     """
     before, after = source.attention, target.attention
     if before.forget != after.forget:

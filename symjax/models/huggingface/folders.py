@@ -2,7 +2,7 @@
 
 config.json         settings of a Llama, DiffLlama or GPT-2; absent in symjax's format
 model.safetensors   tensors, named as in that model or as in symjax
-symjax.json         written by symjax: configuration, step, what tokens are
+symjax.json         written by symjax: configuration, step, kind of tokens
 """
 
 import dataclasses
@@ -150,11 +150,11 @@ def as_family(
     """Return (settings, tensors) of the Hugging Face model that equals a decoder.
 
     It is a DiffLlama, a Llama, or with learned positions a GPT-2. Symmetric keys and
-    shared values become projections of their own, which compute the same function.
+    shared values become separate projections that compute equal keys and values.
 
     Raises:
-        ValueError: no such model computes the same; the message names each key that
-            differs.
+        ValueError: no such model computes this function; the message names each key
+            that differs.
     """
     differential = options.attention.differential == "v1"
     learned = options.positions == "learned"

@@ -1,10 +1,10 @@
 """Exact conversion of layers: unilm's Diff Transformer, Hugging Face's DiffLlama.
 
-symjax has kernels [in, out] and sub-heads in (head, branch) order, and rotates pairs of
-features (i, i + H/2) with `positions="rope"`. Weights of torch are [out, in]. The
-functions below permute rows and columns. Hugging Face's norm per head has no weight, so
-`to_diffllama` multiplies the weight of symjax's norm into the output projection. Layers
-with bias, query/key norms or normalised keys cannot be converted.
+symjax has kernels [in, out], the branches of heads in (head, branch) order, and rotates
+pairs of features (i, i + H/2) with `positions="rope"`. Weights of torch are [out, in].
+The functions below permute rows and columns. Hugging Face's norm per head has no
+weight, so `to_diffllama` multiplies the weight of symjax's norm into the output
+projection. Layers with bias, query/key norms or normalised keys cannot be converted.
 """
 
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def to_official(params: Weights) -> dict[str, Any]:
 def diffllama_attention(weights: Weights) -> dict[str, Any]:
     """Return parameters of symjax's layer for Hugging Face's DiffLlamaAttention.
 
-    DiffLlama has sub-heads and halves of values in (branch, head) order. A DiffLlama
+    DiffLlama has branches and halves of values in (branch, head) order. A DiffLlama
     with 2N attention heads has N heads in symjax.
 
     Raises:
@@ -94,7 +94,7 @@ def diffllama_attention(weights: Weights) -> dict[str, Any]:
 
 
 def to_diffllama(params: Weights) -> dict[str, Any]:
-    """Return weights of a DiffLlamaAttention that computes the same as a layer.
+    """Return weights of a DiffLlamaAttention that equals a layer of symjax.
 
     Inverse of `diffllama_attention`, up to the weight of the norm.
 

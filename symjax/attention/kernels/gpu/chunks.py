@@ -65,7 +65,7 @@ def unsupported_values(tokens: Tokens, keys: bool = False) -> str | None:
     """Return why no kernel of this kind supports these arrays; None if one may.
 
     Args:
-        keys: whether the head size of keys, like that of values, has to be in `SIZES`.
+        keys: whether the head size of keys has to be in `SIZES`, too.
     """
     dtypes = {x.dtype.name for x in tokens[:3]}
     if dtypes != {"bfloat16"}:
@@ -122,7 +122,7 @@ def call_kernel(
 
 
 def gradient_dtype(like: Array, group: int) -> Any:
-    """Return float32 where gradients of several query heads will be added up."""
+    """Return the dtype of `like`, or float32 if query heads are added up later."""
     return like.dtype if group == 1 else jnp.float32
 
 
@@ -213,8 +213,8 @@ def all_states(
 def blocks_of_state(x: Array, y: Array) -> tuple[int, int, Callable, Callable]:
     """Return (rows, columns, row, column) of the blocks of a state.
 
-    The state is that of keys x and values y. A block has so many rows and columns.
-    `row` and `column` map a program's first index to the numbers of its block.
+    The state is that of keys x and values y. `row` and `column` map a program's first
+    index to the numbers of its block.
     """
     m, v = min(BLOCK, x.shape[3]), min(BLOCK, y.shape[3])
     columns = y.shape[3] // v

@@ -1,15 +1,17 @@
 """The delta rule, with a decay for each head or each channel, on NVIDIA GPUs.
 
 Let P be the products of a chunk's keys with earlier keys of the chunk, times the decay
-between the two tokens. Let S be the state before the chunk, and X = v − k S, with k
-times the decay from the start of the chunk. The error w_t of token t is its value minus
-what its key reads from the state before the token. The token writes u_t = β_t w_t:
+between the two tokens. Let S be the state before the chunk, and X = v − k S, where k is
+multiplied by the decay from the start of the chunk. The error w_t of token t is its
+value minus what its key reads from the state before the token. The token writes
+u_t = β_t w_t:
 
     w + P β w = X,   so that   w = X − R β X   with the resolvent   R = P (I + β P)⁻¹
 
 The resolvent of a block of 2, 4 … 64 tokens is computed from those of its halves: with
-C the pairs of P between the halves, it is R + (I − R β) C (I − β R). If keys are nearly
-equal, R β X cancels most of X. So these products keep 16 bits (`_precise_dot`).
+R the resolvents of the halves and C the pairs of P between the halves, it is
+R + (I − R β) C (I − β R). If keys are nearly equal, R β X cancels most of X. So these
+products keep 16 bits (`_precise_dot`).
 
 Forward has three kernels:
 
@@ -21,7 +23,8 @@ Forward has three kernels:
   gated linear attention with the values u.
 
 Backward starts with the pass in reverse time, `_pass_backward`. With d the gradient of
-u by the rows of the chunk and the state after it, the gradient of u is r = d − Rᵀ β d.
+u through the outputs of the chunk and the state after the chunk, the gradient of u is
+r = d − Rᵀ β d.
 Then all chunks run in parallel (`delta_gradients`). The backward pass reads states,
 errors, scores and resolvents as the forward pass stored them. It recomputes the decays
 and the products of keys.

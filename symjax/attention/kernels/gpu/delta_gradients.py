@@ -173,9 +173,13 @@ def _backward_chunk(
 ):  # fmt: skip
     """Write the gradients of a chunk, with a decay for each head.
 
-    The gradient of a decay has a term for each thing that it multiplies: pairs of an
-    earlier and a later token, the state before the chunk as queries and keys read it
-    and as it remains after the chunk, and what keys add to the state after the chunk.
+    The gradient of a decay has a term for everything that the decay multiplies:
+
+    - pairs of an earlier and a later token;
+    - the state before the chunk, as queries and keys read it, and as it remains after
+      the chunk;
+    - what keys add to the state after the chunk.
+
     Channels are processed in blocks.
     """
     written, erased = _write_values_and_beta(

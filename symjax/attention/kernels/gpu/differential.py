@@ -12,8 +12,7 @@ attentions, took 4.26 ms in one call and 5.46 ms in two. PyTorch's SDPA on cuDNN
 6.55 ms in four calls. Softmax with 16 heads of 128 took 2.16 ms on cuDNN.
 
 Gradients of queries are added up in no fixed order, so results of two runs differ by
-rounding.
-There is no forward-mode derivative (`jax.jvp`) and no second derivative;
+rounding. There is no forward-mode derivative (`jax.jvp`) and no second derivative;
 `implementation="rows"` has both. The kernels are written in Pallas' Mosaic GPU, which
 some machines lack, so their files are imported when they run.
 """
@@ -41,8 +40,8 @@ HEAD, VALUE = 64, 128  # sizes of keys and values that the kernels support
 # Causal calls need no `RowIntervals` if S − T is a multiple of this.
 OFFSET = 64
 # Least and largest scale. Hidden keys have the score −2¹⁰⁰, which kernels multiply by
-# the scale like all other scores. A smaller scale would move it too near to visible
-# scores, and a larger one could make it overflow.
+# the scale like all other scores. A smaller scale would move this score too near to
+# visible scores, and a larger scale could make it overflow.
 SCALES = 2.0**-60, 2.0**20
 
 
@@ -191,12 +190,12 @@ def _differential_backward(
     output_gradient = jax.lax.optimization_barrier(output_gradient)
 
     def row_sums(output: Array) -> Float[Array, "B N T"]:
-        """Return Σ output · its gradient of each row."""
+        """Return Σ output · output gradient of each row."""
         products = output_gradient.astype(jnp.float32) * output.astype(jnp.float32)
         return jnp.swapaxes(products.sum(axis=3), 1, 2)
 
-    # If all rows share one λ, its gradient is the sum of this array. Without the
-    # barrier XLA would compute the array again for that sum.
+    # If all rows share one λ, the gradient of λ is minus the sum of this array. Without
+    # the barrier XLA would compute the array again for that sum.
     second_sums = jax.lax.optimization_barrier(row_sums(second))
     first_sums = row_sums(output) + lam * second_sums
     deltas = jnp.stack([first_sums, second_sums], axis=2).reshape(normaliser.shape)

@@ -13,9 +13,9 @@ they are copied, and four kinds of barriers: queries have arrived, keys of a slo
 arrived, values of a slot have arrived, and a slot is free.
 
 The softmax of one map runs while tensor cores multiply the weights of the other map by
-the values. Blocks come from the last to the first. So if attention is causal, without
-`Limits`, only the first few visits have keys to hide. Their number is known at compile
-time.
+the values. Blocks are visited from the last to the first. So if attention is causal,
+without `Limits`, only the first few visits have keys to hide. The number of these
+visits is known at compile time.
 
 Arrays are [B T N·H] in memory, as projections leave them. `hopper.py` has what both
 kernels share.
@@ -133,7 +133,7 @@ class KeyBlocks(NamedTuple):
     visits have a mask because of the diagonal, the last ones because of the window.
     """
 
-    end: Any  # the block after the first that is visited
+    end: Any  # number of the first block that is visited, plus 1
     opened: Any  # number of visits before the first without a mask, 1 at least
     clear: Any  # number of visits before the last ones, which have a mask
     count: Any  # visits in all
@@ -209,7 +209,7 @@ class ForwardProgram:
             end = lax.div((tile + 1) * TILE + self.offset + BLOCK - 1, BLOCK)
         else:
             # `end` is made to depend on the tile: for a loop of constant length ptxas
-            # finds too few registers.
+            # runs out of registers.
             end = jnp.maximum(pl.cdiv(self.keys, BLOCK), tile - 2**24)
         return KeyBlocks(end, max(1, self.masked), end, end)
 
@@ -315,11 +315,11 @@ class ForwardProgram:
             past the end of the product.
 
             Args:
-                held: of this map so far the weighted sum of values, the highest score
-                    and the sum of weights.
+                held: this map's weighted sum of values, highest score and sum of
+                    weights so far.
                 mask: scores → scores, which hides keys.
-                product: of the other map the weighted sum of values and the weights,
-                    and the slot of the values.
+                product: the other map's weighted sum of values, the weights to add, and
+                    the slot of their values.
             """
 
             def body(scores, *sums):

@@ -13,8 +13,8 @@ passes, one for each map, would take seven.
 
 The pass recomputes scores and weights from the normalisers that the forward pass
 stored. D is computed from rounded outputs, as in FlashAttention-2. So the gradients of
-queries and keys lose digits if values have a mean, which cancels in dP − D, and if maps
-are peaked (docs/performance/gpu.md).
+queries and keys lose digits if the mean of the values is not 0, since it cancels in
+dP − D, and if maps are peaked (docs/performance/gpu.md).
 """
 
 from functools import partial

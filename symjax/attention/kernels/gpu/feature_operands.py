@@ -31,7 +31,7 @@ def rounded(x: Array) -> Array:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     nearest = jax.lax.bitcast_convert_type((bits + 0x1000) & -0x2000, jnp.float32)
-    return jnp.where(x == x, nearest, x)  # the bits of a NaN may all be 1
+    return jnp.where(x == x, nearest, x)  # a NaN whose bits are all 1 would become 0
 
 
 def padded_feature_count(size: int) -> int:
@@ -166,7 +166,7 @@ class FeatureForm(NamedTuple):
     def query_gradient(
         self, change: Array, x: Array, row: Array, inverse: Array, shift: Array
     ) -> Array:
-        """Return the gradient of x.
+        """Return the gradient of x, an array of queries.
 
         Args:
             change: the gradient of weights / denominator.
@@ -196,5 +196,5 @@ class FeatureForm(NamedTuple):
         return jnp.where(denominator < least, 0.0, 1 / denominator)
 
     def highest(self, x: Array, so_far: Array, axis: int) -> Array:
-        """Return the largest of x along an axis and of `so_far`, for exponents."""
+        """Return `so_far`; with exponents, its maximum with x along an axis."""
         return jnp.maximum(so_far, x.max(axis=axis)) if self.has_exponents else so_far

@@ -13,10 +13,11 @@ of `BLOCK`:
   stored shifts and denominators, and reads the stored scores.
 
 Features may be given as exponents (`FeatureForm`). Then the weights of a row are
-relative to its shift. The shift is the largest sum, over features, of the exponent of
-the query and the exponent of the state or of any key of the chunk. This key may come
-after the row, and then the keys that the row sees may underflow. The denominator of
-such a row is tiny, which tells the caller to compute the row again.
+relative to its shift, the maximum over features m of x_m + h_m. Here x_m is the
+exponent of the query, and h_m the largest exponent of the state and the keys of the
+chunk. If the key of h_m comes after the row, the weights of keys that the row sees may
+underflow. The denominator of such a row is tiny, which tells the caller to compute the
+row again.
 """
 
 from functools import partial
@@ -250,7 +251,7 @@ def _backward_chunk(
     or underflow.
 
     Args:
-        mean: Σ output · its gradient of each row.
+        mean: Σ output · output gradient of each row.
         maxima, maxima_after: the largest exponents before and after the chunk.
         before: sums of the state before the chunk, and `totals` its totals.
         after: the gradients of the sums after the chunk, and `totals_gradient` of the

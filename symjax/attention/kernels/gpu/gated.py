@@ -89,8 +89,7 @@ def pair_decays(sums: Any, distance: int = 0) -> Float[Array, "CHUNK CHUNK"]:
 def decay_to_end(sums: Any) -> Float[Array, "CHUNK 1"]:
     """Return the decay from each token to the end of the chunk.
 
-    Kernels recompute this decay at each use, which takes fewer registers than to keep
-    it.
+    Kernels recompute this decay at each use, which saves registers.
     """
     return jnp.exp2(sums[CHUNK - 1] - sums[...])[:, None]
 
@@ -145,9 +144,11 @@ def _backward_chunk(
 ):  # fmt: skip
     """Write the gradients of a chunk.
 
-    The gradient of a decay has a term for each thing that it multiplies: pairs of an
-    earlier and a later token, the state before the chunk as queries read it and as it
-    remains after the chunk, and what keys add to the state after the chunk.
+    The gradient of a decay has a term for everything that the decay multiplies:
+
+    - pairs of an earlier and a later token;
+    - the state before the chunk, as queries read it, and as it remains after the chunk;
+    - what keys add to the state after the chunk.
 
     Args:
         before, after: the state before the chunk; the gradient of the state after it.
@@ -194,10 +195,7 @@ def reading_gradients(
     sums: Any,
     before: Any,
 ) -> tuple[Float[Array, "CHUNK H"], Float[Array, " CHUNK"]]:
-    """Return the gradients of queries, and those of decays by reading the state.
-
-    This is the state before the chunk, which queries read.
-    """
+    """Return the gradients of queries, and of decays by reading `before`."""
     found = dot(output_gradient, before[...], BY_LAST) * jnp.exp2(sums[...])[:, None]
     read = (found * load_float32(query)).sum(axis=1)
     by_decays = jnp.where(iota(0) <= iota(1), read[None, :], 0.0).sum(axis=1)

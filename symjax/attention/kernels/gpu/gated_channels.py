@@ -3,9 +3,9 @@
 Kernels are arranged as in `gated`. The scores of a chunk's pairs differ: with a decay
 for each channel they are not the product of q·k and one decay. So pairs are split by
 level, as in a merge sort. The level of a pair is the highest bit in which its two times
-differ, so that they are in different halves of a block of tokens. The decay of a pair
+differ, so that the two tokens are in different halves of a block. The decay of a pair
 is the decay from the key to the boundary of the halves, times the decay from there to
-the query. At one level a token is either before its boundary or after it. So a token
+the query. At each level a token is either before its boundary or after it. So a token
 needs one exponential per channel, and one matrix x is both operands of the product:
 
     x_t = (q_t or k_t) · (the decay between t and its boundary),   scores = x xᵀ
@@ -115,7 +115,7 @@ def _faded_to_boundary(
     For tokens after their boundary x has queries, for the others keys.
 
     The indices or masks of all loads depend on the level. Otherwise the compiler moves
-    the loads out of the loop over levels, where they occupy registers.
+    the loads out of the loop over levels, and the loaded arrays occupy registers.
     """
     time = jax.lax.iota(jnp.int32, CHUNK)
     boundary = ((time >> (level + 1)) << (level + 1)) + (1 << level) - 1

@@ -101,7 +101,7 @@ class Scratch(NamedTuple):
     queries: Any  # [SLOTS 2 STEP H] of both maps
     changes: Any  # [SLOTS STEP V], dO
     along: Any  # [SLOTS numbers STEP]
-    kept: Any  # dS of two steps and both maps, and in its place gradients of queries
+    kept: Any  # dS of two steps and both maps; shares memory with queries' gradients
     held: Any  # keys and values of the block have arrived
     first: Any  # queries of the first map and numbers of a slot have arrived
     second: Any  # queries of the second map have arrived
@@ -225,8 +225,8 @@ class GradientProgram:
     def step(self, to_values: Any, to_keys: tuple, visit: Any, scores: Array) -> Array:
         """Add one visit to the sums.
 
-        Each product starts before other work, so that both run at the same time. So
-        functions are nested in the order in which products are read: scores of the
+        Each product starts before other work, so that it runs at the same time.
+        Functions are nested in the order in which products are read: scores of the
         second map, gradients of the queries of the visit before, dP.
 
         Args:

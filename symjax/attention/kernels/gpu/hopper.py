@@ -1,8 +1,8 @@
-"""Tiles, registers and heads of both kernels of differential attention for Hopper GPUs.
+"""Constants and functions for both kernels of differential attention on Hopper GPUs.
 
-Both are written in Pallas' Mosaic GPU, where code has to handle barriers, registers and
-operations in flight. After a change look for spills and for "wgmma serialized" in the
-notes of ptxas.
+The kernels (forward and backward) are written in Pallas' Mosaic GPU, where code has to
+handle barriers, registers and operations in flight. After a change look for spills and
+for "wgmma serialized" in the notes of ptxas.
 """
 
 import math
@@ -39,5 +39,5 @@ def head_rows(array: Any, batch: Any, rows: Any, head: Any, size: int) -> Any:
 
 
 def index_along(shape: tuple[int, ...], axis: int) -> Array:
-    """Return, for each number of a product, its index along an axis."""
+    """Return the index along an axis of each entry of a product."""
     return gpu.broadcasted_iota(jnp.int32, shape, axis, layout=gpu.Layout.WGMMA)

@@ -12,9 +12,9 @@ Its functions have the recurrences of `decay_causal` and `delta_causal`, the lay
 - It needs as many heads of keys, values, β and decays as of queries. The adapter
   repeats them.
 - It has no mask. The adapter makes keys, values, β and log-decays of hidden tokens 0.
-- It adds up log-decays within 64 tokens and subtracts the sums. So −∞ gives NaN, and
-  the digits of other decays are lost beside a log-decay far below 0. The adapter
-  replaces log-decays below `LEAST` by `LEAST`, whose exponential is 0 in float32.
+- It adds up log-decays within 64 tokens and subtracts the sums. So −∞ gives NaN, and a
+  log-decay far below 0 rounds away digits of the others. The adapter replaces
+  log-decays below `LEAST` by `LEAST`, whose exponential is 0 in float32.
 
 The package's forms in plain jax equal the float64 definitions
 (tests/attention/kernels/test_jla.py), and the kernels of all `KINDS` compile for an
@@ -39,7 +39,7 @@ from symjax.attention.kernels.operands import VisibleTokens, log_decay_of
 
 SIZES = 64, 128  # head sizes of keys and values
 LEAST = -104.0  # exp(LEAST) is below half of the smallest float32
-# Kind → the module of its kernels, and its function that says whether they run a call.
+# Kind → module of the kernels, and the function there that says if they run a call.
 KINDS = {
     "simple_gla": ("scalar_gate", "supports_simple_gla"),
     "gla": ("gla", "supports_gla"),
@@ -54,7 +54,7 @@ class Jla(NamedTuple):
 
     Attributes:
         recurrence: `Decayed` or `DeltaRule`.
-        form: the form of the package. Tests choose "chunked", its form in plain jax.
+        form: the package's option `impl`. Tests choose "chunked", which is plain jax.
     """
 
     recurrence: Any

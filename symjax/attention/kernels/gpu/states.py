@@ -149,8 +149,8 @@ def states_after(
     The largest exponents are constants and have no gradient.
 
     Args:
-        rows: three arrays [B N T]: for each row Σ output · its gradient, the shift, and
-            1 / denominator.
+        rows: three arrays [B N T]: for each row Σ output · output gradient, the shift,
+            and 1 / denominator.
     """
     batch, length, heads, size = query.shape
     m, v, row, column = blocks_of_state(query, output_gradient)

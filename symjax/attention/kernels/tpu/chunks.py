@@ -98,20 +98,22 @@ class ChunkPlan(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Blocks of the arrays of a call. Iteration i works on chunk `turn(i)`."""
+    """Blocks of the arrays of a call. Iteration i works on chunk `chunk_at(i)`."""
 
     plan: ChunkPlan
-    turn: Callable
+    chunk_at: Callable
 
     def by_query(self, width: int) -> pl.BlockSpec:
         """Return the blocks of an array [B T N·size]; `width` is that of a tile."""
         shape = None, self.plan.block, width
-        return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), n))
+        return pl.BlockSpec(shape, lambda b, n, i: (b, self.chunk_at(i), n))
 
     def by_key(self, width: int) -> pl.BlockSpec:
         """Return the blocks of an array [B T K·size]."""
         shape = None, self.plan.block, width
-        return pl.BlockSpec(shape, lambda b, n, i: (b, self.turn(i), self.key_head(n)))
+        return pl.BlockSpec(
+            shape, lambda b, n, i: (b, self.chunk_at(i), self.key_head(n))
+        )
 
     def key_head(self, n: Any) -> Any:
         sharing = self.plan.sharing
@@ -120,13 +122,13 @@ class Chunks(NamedTuple):
     def of_examples(self, x: Array | None) -> pl.BlockSpec | None:
         """Return the blocks of an array [B 1 T]."""
         shape = None, 1, self.plan.block
-        place = pl.BlockSpec(shape, lambda b, n, i: (b, 0, self.turn(i)))
+        place = pl.BlockSpec(shape, lambda b, n, i: (b, 0, self.chunk_at(i)))
         return None if x is None else place
 
     def of_tiles(self, x: Array | None) -> pl.BlockSpec | None:
         """Return the blocks of an array [B N/P P T]: a number per token and head."""
         shape = None, None, self.plan.packed, self.plan.block
-        place = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, self.turn(i)))
+        place = pl.BlockSpec(shape, lambda b, n, i: (b, n, 0, self.chunk_at(i)))
         return None if x is None else place
 
     def whole(self, x: Array | None) -> pl.BlockSpec | None:
@@ -135,7 +137,7 @@ class Chunks(NamedTuple):
     def of_kept(self, shape: tuple[int, ...]) -> pl.BlockSpec:
         """Return the blocks of residuals [B tiles chunks *shape]."""
         zeros, block = (0,) * len(shape), (None, None, None, *shape)
-        return pl.BlockSpec(block, lambda b, n, i: (b, n, self.turn(i), *zeros))
+        return pl.BlockSpec(block, lambda b, n, i: (b, n, self.chunk_at(i), *zeros))
 
 
 class Kernels(NamedTuple):

@@ -40,9 +40,9 @@ from symjax.attention.kernels.tpu.tiles import (
     PLAIN,
     TURNED,
     column,
-    multiplier,
     mxu_passes,
     product,
+    product_for,
     write_row,
 )
 
@@ -191,7 +191,7 @@ def _precise_product(
     refs: GatedOperands, a: Array, b: Array, dimensions: tuple
 ) -> Array:
     """Return the product of float32 arrays, in parts if the operands are bfloat16."""
-    return multiplier(refs.value.dtype)(a, b, dimensions)
+    return product_for(refs.value.dtype)(a, b, dimensions)
 
 
 def _inverses(refs: GatedOperands, matrices: list[Array]) -> list[Float[Array, "c c"]]:

@@ -78,8 +78,8 @@ from symjax.attention.kernels.tpu.tiles import (
     PLAIN,
     TURNED,
     column,
-    multiplier,
     product,
+    product_for,
 )
 
 
@@ -102,7 +102,7 @@ def _forward(
 
     before[...] = sums[...].astype(before.dtype)
     highest[...] = running_max[...]
-    multiply, dtype = multiplier(refs.value.dtype), dtype_of(refs)
+    multiply, dtype = product_for(refs.value.dtype), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     underflows = []
     for head in range(plan.packed):
@@ -170,7 +170,7 @@ def _backward(
     def _():
         state_change[...] = jnp.zeros_like(state_change)
 
-    multiply, dtype = multiplier(refs.value.dtype), dtype_of(refs)
+    multiply, dtype = product_for(refs.value.dtype), dtype_of(refs)
     seen, both = seen_by(refs), exponents(maps, plan, refs)
     scales, changes = [], []
     for head in range(plan.packed):

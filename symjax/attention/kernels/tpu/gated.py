@@ -110,7 +110,7 @@ def _specs(plan: ChunkPlan, operands: GatedOperands, chunks: Chunks) -> GatedOpe
     if operands.by_channel is not None:
         shape = operands.by_channel.shape[0], None, plan.block, keys
         by_channel = pl.BlockSpec(
-            shape, lambda b, n, i: (0, b, chunks.turn(i), chunks.key_head(n))
+            shape, lambda b, n, i: (0, b, chunks.chunk_at(i), chunks.key_head(n))
         )
     return GatedOperands(
         chunks.by_query(keys),

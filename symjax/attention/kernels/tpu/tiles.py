@@ -76,7 +76,7 @@ def product_in_parts(a: Array, b: Array, dimensions: tuple) -> Float[Array, "_ _
     return reduce(jnp.add, reversed(terms))
 
 
-def multiplier(dtype: Any) -> Callable[..., Array]:
+def product_for(dtype: Any) -> Callable[..., Array]:
     """Return the product for float32 arrays that are made of operands of a dtype."""
     return product if dtype == jnp.float32 else product_in_parts
 

@@ -48,7 +48,8 @@ class Grid(NamedTuple):
 
     Attributes:
         title: by default the name.
-        limit: number of the last colour; by default the largest absolute value.
+        limit: number at the end of the colour scale; by default the largest absolute
+            value.
         unit: label of the colour scale.
     """
 

@@ -59,7 +59,7 @@ def resolve(path: str | os.PathLike[str]) -> epath.Path:
 
 
 def resolve_url(path: str | os.PathLike[str]) -> Path | epath.Path:
-    """Return a local path as it is given, and `resolve` a URL.
+    """Return a local path unchanged, and for a URL the result of `resolve`.
 
     Raises:
         ValueError: as `resolve`.

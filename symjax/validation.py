@@ -16,12 +16,12 @@ from symjax import imports
 from symjax.config import Config, Model, OwnOptions, own_options
 
 # Keys and groups of keys in which a resumed run must agree with its checkpoint, except
-# for the keys in `FREE`. All other keys may change.
+# for the keys in `MAY_CHANGE`. All other keys may change.
 FIXED = ("model", "data", "optimizer", "transfer", "seed", "batch_size")
 # Key → its value in runs that began before the key existed, if it is not the default.
 # Such a run continues with this value.
 BEFORE = {"optimizer.version": 1}
-FREE = (  # keys of these groups that change results by rounding at most
+MAY_CHANGE = (  # keys of these groups that change results by rounding at most
     "data.cache",
     "model.remat",
     "model.scan_layers",
@@ -123,7 +123,7 @@ def differences(left: Config, right: Config) -> dict[str, str]:
     """Return key → "key: left → right" for keys that should agree, but differ."""
     found = {}
     for name, _, _ in fields():
-        if name.split(".")[0] in FIXED and name not in FREE:
+        if name.split(".")[0] in FIXED and name not in MAY_CHANGE:
             one, other = map(attrgetter(name), (left, right))
             if one != other:
                 found[name] = f"{name}: {one!r} → {other!r}"

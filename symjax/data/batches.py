@@ -4,8 +4,8 @@ Training rows are numbered from 0 on. With B rows a batch, step s (from 0) has t
 s · B to (s + 1) · B − 1. Each row is a pure function of its number and the seed, so a
 resumed run needs only its step, and each process reads only its own rows.
 
-`Examples` is what a run knows about its data. `training_windows` and `heldout_windows`
-make the rows of a text.
+`Examples` makes the rows of a run. `training_windows` and `heldout_windows` make the
+rows of a text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Examples:
             The mean loss is Σ weights · loss / Σ weights over all rows. Weights are 0
             after the end of the held-out text.
         heldout_rows: length → number of rows that cover the held-out text; None if
-            there is no end.
+            held-out rows have no end.
         check_length: raises a ValueError if there are no rows of this length.
         vocabulary: number of token types; 0 for images.
         unit: name of one target, such as byte, character, answer or label; losses are
@@ -104,7 +104,7 @@ class Examples:
 
         Args:
             shape: rows per batch, and tokens per row.
-            step: number of steps that were taken before.
+            step: number of steps before this batch.
         """
         return lambda start, stop: self.train(
             _row_numbers(shape, step, start, stop), shape[1], seed
@@ -115,8 +115,8 @@ class Examples:
     ) -> Iterator[ReadRows]:
         """Return an iterator of functions of (start, stop), one per held-out batch.
 
-        Each makes rows like the function that `batch_reader` returns, with weights. All
-        batches have the same shape.
+        Each function returns inputs, targets and weights of these rows. All batches
+        have the same shape.
 
         Args:
             count: number of batches, spread evenly over the held-out rows; None for all
@@ -133,7 +133,7 @@ class Examples:
         return (functools.partial(rows, index) for index in chosen)
 
     def heldout_count(self, shape: Shape) -> int:
-        """Number of batches that cover the held-out rows."""
+        """Number of held-out batches; `ENDLESS_BATCHES` if the rows have no end."""
         if self.heldout_rows is None:
             return ENDLESS_BATCHES
         return math.ceil(self.heldout_rows(shape[1]) / shape[0])
@@ -172,8 +172,8 @@ def training_windows(
     its own order, and its own shift of the cuts. A batch may begin in one epoch and end
     in the next. Every token is a target once per epoch, with two exceptions:
 
-    - at most two windows of tokens at the beginning and the end of the text, of each
-      source of a mixture, or of each shard of a stream;
+    - at the beginning and the end of the text, together at most two windows of tokens
+      (in a mixture for each source, in a stream for each shard);
     - the first token of each document, if documents are separate and no separator
       token belongs to two of them (`shared` is False).
 

@@ -2,8 +2,8 @@
 
 `open_corpus` returns the `Corpus` of a run. The first time, `_pack` reads the source
 (`sources.table.load`), makes the tokenizer, writes the tokens of both splits
-(`store.writer.SplitWriter`), and returns the content of `corpus.json`. A stream is
-packed by another process: see `store.stream`.
+(`store.writer.SplitWriter`), and returns entries of `corpus.json`. A stream is packed
+by another process: see `store.stream`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Corpus:
     """Packed text.
 
     Attributes:
-        train, heldout: token ids [T], uint8, uint16 or uint32: in files, or in memory
-            for the text of `eval.py --text`.
+        train, heldout: token ids [T] (uint8, uint16 or uint32) in files. The text of
+            `eval.py --text` is in memory.
         tokenizer: the tokenizer that turned the text into these ids.
         fingerprint: plain values that identify the text: source and sha256; for a
             packed text also versions, and documents, tokens and bytes of each split.
@@ -168,7 +168,7 @@ def open_corpus(
 
 
 def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
-    """Write the tokens of both splits piece by piece, and return their manifest.
+    """Write the tokens of both splits piece by piece; return entries of the manifest.
 
     Args:
         folder: an empty folder, for `train.npy`, `heldout.npy` and their ends.

@@ -46,8 +46,8 @@ class Delimiters(NamedTuple):
 def delimiters(tokenizer: Tokenizer, language: Mapping[str, Any]) -> Delimiters:
     """The delimiters of documents that a model was trained with.
 
-    The end of a document is the tokenizer's token for it. If the tokenizer has none, it
-    is the token that began every document, or else NUL if that is one token.
+    `end` is the tokenizer's end token. If the tokenizer has none, `end` is the token
+    that began every document. Without such a token, `end` is NUL, if NUL is one token.
 
     Args:
         language: as in `Examples.language`. "document_start" is the token before

@@ -1,8 +1,9 @@
 """Documents in a row of packed text: the segment id of every token.
 
-A row is a window of the text, so it may begin inside a document and hold several. With
-the configuration key data.documents=separate, `with_segment_ids` turns the inputs into
-`SegmentedTokens`. Each token then sees only itself and the earlier tokens with its id.
+A row is a window of the text, so it may begin inside a document and hold several. If
+documents are separate (configuration key data.documents), `with_segment_ids` turns the
+inputs into `SegmentedTokens`. Each token then sees only itself and the earlier tokens
+with its id.
 """
 
 from __future__ import annotations

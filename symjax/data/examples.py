@@ -36,8 +36,8 @@ MASKED_LM_TARGETS = 0.15  # share of the tokens of a row
 # random token. All other targets keep their own token as input.
 MASKED, RANDOM = 0.8, 0.1
 START = "document_start"  # key of `Examples.language`: the token before a document
-# The options in the fingerprint of a generated task. Checkpoints have the fingerprint,
-# so this list stays as it is.
+# The options in the fingerprint of a generated task. Checkpoints store the fingerprint,
+# so this list must not change.
 FINGERPRINT_OPTIONS = (
     *("source", "path", "name", "subset", "column", "label", "tokenizer"),
     *("items", "symbols", "asked"),
@@ -132,7 +132,7 @@ def _check_task(options: config.Data, model: config.Model) -> None:
 
 
 def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer that `Examples.language` describes; None for images and tasks.
+    """The tokenizer that `Examples.language` describes; None if it describes none.
 
     Raises:
         ValueError: the tokenizer is of an unknown kind.
@@ -145,7 +145,7 @@ def tokenizer_of(language: dict[str, Any]) -> Tokenizer | None:
 def same_tokens(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether equal token ids mean the same in two `Examples.language`.
 
-    Entries about the token before a document may differ: the ids mean the same.
+    Entries about the token before a document are ignored.
     """
 
     def without_start(language: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def generated_examples(options: config.Data) -> Examples:
 def _identity(options: config.Data) -> bytes:
     """Return the options of a task, and rows of a small task, as bytes to hash.
 
-    The rows change if the code of the generator changes.
+    The rows make the hash change if the code of the generator changes.
     """
     small = dataclasses.replace(options, items=4, symbols=8, asked=2)
     rows = generated.rows(small, 64, seed=0, indices=np.arange(8), heldout=True)

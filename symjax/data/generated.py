@@ -87,7 +87,7 @@ def rows(
 
 
 def is_heldout(tokens: np.ndarray) -> np.ndarray:
-    """Return for each of the rows [B, T] whether it is held out, by its tokens."""
+    """Return bool [B]: whether each of the rows [B, T] is held out, by its tokens."""
     hashed = np.zeros(len(tokens), np.uint64)
     for column in np.asarray(tokens, np.int64).T.astype(np.uint64):
         hashed = mix(hashed ^ column)
@@ -135,7 +135,7 @@ def _mqar(options: config.Data, length: int, draws: Draws) -> Rows:
     tokens = symbols + draws.below(symbols, length + 1)
     tokens[:, 0 : 2 * count : 2], tokens[:, 1 : 2 * count : 2] = keys, values
     slots = (length + 1 - 2 * count) // 2
-    # The places with the largest u^(1/w) are drawn without replacement, with weights w.
+    # Taking the largest u^(1/w) draws places without replacement, with weights w.
     weights = (1 + np.arange(slots)) ** (POWER - 1)
     chances = np.log(draws.uniform(slots) + 2.0**-54) / weights
     chosen = np.argsort(-chances, axis=1)[:, :count]
@@ -157,8 +157,8 @@ def _needle(options: config.Data, length: int, draws: Draws) -> Rows:
 
         hay mark k v hay hay mark k v hay … ask kᵢ vᵢ ask kⱼ vⱼ
 
-    The target at a key of a question is its value. There are `symbols` different keys,
-    values and hay tokens each.
+    The target at a key of a question is its value. Keys, values and hay have `symbols`
+    different tokens each.
     """
     depths = draws.uniform(options.items)
     order = draws.distinct(options.items, options.asked)
@@ -230,7 +230,7 @@ def reordered(
 
 MAXIMUM, MINIMUM, MEDIAN, SUM, CLOSE, EQUALS, BLANK = range(10, 17)
 ARGUMENTS = 5  # most arguments of an operator; an operator has at least 2
-DEPTH = 4  # most operators inside each other
+DEPTH = 4  # most nested operators
 
 
 def _listops(options: config.Data, length: int, draws: Draws) -> Rows:

@@ -26,7 +26,7 @@ from symjax.data.store.packed import PackedArray
 
 
 class LabelledPieces(NamedTuple):
-    """Pieces of a split: the range of tokens or pixels of each piece, and its label."""
+    """Parts of texts, or whole images: their ranges of tokens or pixels, and labels."""
 
     starts: np.ndarray
     stops: np.ndarray
@@ -53,7 +53,7 @@ class Labelled:
         self.pieces = functools.cache(self._pieces)
 
     def _pieces(self, split: str, length: int) -> LabelledPieces:
-        """The examples of a split; texts in pieces of at most `length` tokens."""
+        """The images of a split, or its texts in pieces of at most `length` tokens."""
         ends, labels = (self.parts[f"{split}_{x}"][:] for x in ("ends", "labels"))
         starts = np.concatenate([[0], ends[:-1]])
         if self.image:
@@ -111,7 +111,6 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
     def heldout_rows(length: int) -> int:
         return len(labelled.pieces("heldout", length).labels)
 
-    # A loss is a mean over pieces, not over texts or bytes.
     labels = {name: labelled.pieces(name, length).labels for name in SPLITS}
     count, kind = len(labelled.labels), "images" if labelled.image else "texts"
     return Examples(
@@ -149,7 +148,7 @@ def open_labelled(
 
 
 def _pack(options: config.Data, folder: Path, format: int) -> dict[str, Any]:
-    """Write the arrays of both splits, and return their manifest."""
+    """Write the arrays of both splits, and return entries of the manifest."""
     del format  # labelled examples have one format
     source = labelled_sources.load(options)
     image = source.contents[0].shape if source.white else None

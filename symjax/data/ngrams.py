@@ -65,7 +65,7 @@ def cross_entropies(
 
 
 def _grams(tokens: np.ndarray, ends: Any, shared: bool) -> np.ndarray:
-    """Return the targets of a text and their contexts [n, targets], nearest first."""
+    """Return [3, targets]: each target and the two tokens before it, nearest first."""
     none = np.empty(0, np.int64)
     edges = none if ends is None else np.asarray(ends[:]) - shared
     parts = (
@@ -96,7 +96,7 @@ def _grams_of(
     """Return the n-grams of the targets from `start` to `stop`.
 
     Args:
-        edges: sorted places of the first input of each document but the first.
+        edges: for each document, the place of the first input of the next one.
     """
     low = max(0, start + 1 - LONGEST)
     text = np.asarray(tokens[low:stop])

@@ -9,7 +9,7 @@ ADDS_NOTHING = ("ByteLevel",)  # post-processors that add no token
 
 
 def added_tokens(library: Any) -> tuple[list[str], list[str]]:
-    """Return the tokens that a library's tokenizer adds before and after a text."""
+    """Return the tokens that a `tokenizers.Tokenizer` adds before and after a text."""
     texts = ("a", *library.get_vocab())
     plain = ((x, library.encode(x, add_special_tokens=False).ids) for x in texts)
     text, ids = next((pair for pair in plain if pair[1]), ("", []))

@@ -23,7 +23,7 @@ def _halves_exchanged(symbols: np.ndarray) -> np.ndarray:
     return np.roll(symbols, -(symbols.shape[1] // 2), axis=1)
 
 
-# Value of data.source → symbols [B, n] as drawn → the symbols to predict.
+# Value of data.source → function of the drawn symbols [B, n]: the symbols to predict.
 ARRANGEMENTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "copy": lambda symbols: symbols,
     "reverse": lambda symbols: symbols[:, ::-1],

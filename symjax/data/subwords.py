@@ -27,7 +27,7 @@ ENDS = (END, "<|end_of_text|>", "<|eot|>", "</s>", "<eos>", "<|eos|>", "<|im_end
 PIECE_SIZE = 1 << 20  # default number of characters per piece in `pieces`
 ENCODED_AT_ONCE = 1 << 16  # characters; the library takes 450 bytes for each
 CONTEXT_WORD = "a"  # encoded before each piece of a text except the first
-LEARNED_FROM = 1 << 28  # the most characters that a vocabulary is learned from
+LEARNED_FROM = 1 << 28  # characters after which a vocabulary learns from no more text
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # a token of byte fallback
 FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
@@ -106,11 +106,11 @@ class SubwordTokenizer:
         return np.concatenate([none, *self.encode_all(list(self.pieces([text])))])
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [T] of each of some pieces of text, encoded on all cores.
+        """Token ids [T] of each piece of text, encoded on all cores.
 
         A `Continuation` is encoded with `CONTEXT_WORD` before it, and the tokens of
-        this word are removed. Otherwise a tokenizer could add a prefix to the piece, or
-        remove white space at its beginning.
+        this word are removed. Without the word, a tokenizer could add a prefix to the
+        piece, or remove white space at its beginning.
         """
         dtype, word = np.min_scalar_type(self.vocabulary - 1), self._context_ids
         whole = [
@@ -185,7 +185,7 @@ class SubwordTokenizer:
             yield Continuation(piece) if number else piece
 
     def describe(self) -> dict[str, str]:
-        """Return what `from_description` needs, as JSON."""
+        """Return the dict of texts that `from_description` reads."""
         facts = {"kind": self.kind, "definition": self.definition, "end": self.end}
         return {**facts, "bos": self.bos} if self.bos else facts
 

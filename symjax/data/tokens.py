@@ -38,7 +38,7 @@ class ByteTokenizer:
         return np.frombuffer(utf8(text, "surrogateescape"), np.uint8)
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [T] of each of some texts."""
+        """Token ids [T] of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
@@ -55,7 +55,7 @@ class ByteTokenizer:
         return 1
 
     def describe(self) -> dict[str, str]:
-        """Return what `from_description` needs, as JSON."""
+        """Return the dict of texts that `from_description` reads."""
         return {"kind": self.kind}
 
     pieces = staticmethod(iter)
@@ -106,7 +106,7 @@ class CharTokenizer:
         return ids
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Token ids [T] of each of some texts."""
+        """Token ids [T] of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Any) -> str:
@@ -122,7 +122,7 @@ class CharTokenizer:
         return len(self.alphabet[token].encode("utf-8", "surrogatepass"))
 
     def describe(self) -> dict[str, str]:
-        """Return what `from_description` needs, as JSON."""
+        """Return the dict of texts that `from_description` reads."""
         return {"kind": self.kind, "alphabet": self.alphabet}
 
     pieces = staticmethod(iter)
@@ -140,7 +140,7 @@ def build(
         kind: byte, char, bpe, or the path of a `tokenizer.json`.
         texts: char takes its alphabet from them, and bpe learns from them.
         vocabulary: the most tokens that bpe learns.
-        bos: for the path of a file: see `subwords.with_bos`.
+        bos: as in `subwords.with_bos`; used only for the path of a file.
     Raises:
         ValueError: the kind is unknown, the file is no tokenizer or does not tell the
             BOS token, or the package `tokenizers` is needed and not installed.

@@ -180,7 +180,7 @@ def _gradients(result: Result) -> Headlines:
 
 
 def _speed(result: Result) -> Headlines:
-    """Return the speed of each work at the longest length, whose rows come last."""
+    """Return "÷ softmax" of each work at the longest length, whose rows come last."""
     columns, rows = result.tables[0].columns, result.tables[0].rows
     work, ratio = columns.index("work"), columns.index("÷ softmax")
     return {f"{row[work]} ÷ softmax": row[ratio] for row in rows}  # pyright: ignore

@@ -205,6 +205,6 @@ def difference(
                 break
     if whole.startswith(start):
         return whole[len(start) :]
-    if start.endswith(REPLACEMENT):  # the new tokens complete its last character
+    if start.endswith(REPLACEMENT):  # new tokens complete the prompt's last character
         return whole[len(os.path.commonprefix([start, whole])) :]
     return tokenizer.decode(more)  # the new tokens change the text of the prompt

@@ -49,7 +49,8 @@ class Loaded:
 
     Attributes:
         model: a Decoder or Encoder, in evaluation mode.
-        tokenizer: None if the model reads images or a generated task.
+        tokenizer: None if the model reads images or a generated task, or if a folder of
+            transformers has no tokenizer.json.
         config: the configuration of the run; `config.model` describes the model.
         step: the step of the checkpoint.
         labels: the names of the classes, if the model is a classifier.

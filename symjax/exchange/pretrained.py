@@ -1,6 +1,7 @@
 """Folders of weights: written by `save_pretrained`, read by `load_pretrained`.
 
-If transformers has a model with the same logits, the folder has its format.
+If transformers has a model with the same logits, the folder is written in the format of
+transformers.
 """
 
 import dataclasses
@@ -214,7 +215,7 @@ def _language(folder: Path, vocabulary: int) -> dict[str, Any]:
 
 
 def _with_bos(language: dict[str, Any], bos: bool | None, path: Path) -> dict[str, Any]:
-    """Return the description of the tokens, with the BOS token first or not.
+    """Return the description of the tokens, in which texts begin with BOS or do not.
 
     Args:
         bos: as in `load_pretrained`; None changes nothing.

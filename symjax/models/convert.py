@@ -37,7 +37,7 @@ FRESH = (
 )
 # Keys of model that may differ between the trained model (source) and the new one
 # (target).
-FREE = (
+MAY_DIFFER = (
     "classes",
     "length",
     "dropout",
@@ -204,7 +204,7 @@ def _check(source: config.Model, target: config.Model) -> None:
     """Raise if the weights cannot be converted between these configurations."""
     for field in dataclasses.fields(source):
         one, other = getattr(source, field.name), getattr(target, field.name)
-        if field.name not in FREE and one != other:
+        if field.name not in MAY_DIFFER and one != other:
             raise ValueError(
                 f"weights of a model with {field.name} {one!r} do not fit one with "
                 f"{other!r}"

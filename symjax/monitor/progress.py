@@ -107,18 +107,18 @@ class Clock:
     def __init__(self, tokens: int):
         self.tokens = tokens
         self.peak = 0.0
-        self.last = float(tokens)
-        self.made = time.monotonic()
+        self.last_speed = float(tokens)
+        self.created = time.monotonic()
         self.begin()
 
     def begin(self) -> None:
         """Note that the first step begins now."""
-        self.first, self.paused = time.monotonic(), 0.0
+        self.began, self.paused = time.monotonic(), 0.0
         self.restart()
 
     def restart(self) -> None:
         """Restart the measurement of `speed` and `data_seconds`."""
-        self.steps, self.since, self.waited = 0, time.monotonic(), 0.0
+        self.steps, self.measured_since, self.waited = 0, time.monotonic(), 0.0
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -138,9 +138,9 @@ class Clock:
     def speed(self) -> float:
         """Return tokens a second since `restart`; before any step, the last value."""
         if self.steps:
-            passed = max(time.monotonic() - self.since, 1e-9)
-            self.last = self.steps * self.tokens / passed
-        return self.last
+            passed = max(time.monotonic() - self.measured_since, 1e-9)
+            self.last_speed = self.steps * self.tokens / passed
+        return self.last_speed
 
     def goodput(self) -> tuple[float, float]:
         """Return the goodput, and the seconds since this clock was made.
@@ -148,8 +148,8 @@ class Clock:
         The goodput is the share of these seconds that steps have taken.
         """
         now = time.monotonic()
-        total = max(now - self.made, 1e-9)
-        return (now - self.first - self.paused) / total, total
+        total = max(now - self.created, 1e-9)
+        return (now - self.began - self.paused) / total, total
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -157,5 +157,5 @@ class Clock:
         began = time.monotonic()
         yield
         passed = time.monotonic() - began
-        self.since += passed
+        self.measured_since += passed
         self.paused += passed

@@ -17,7 +17,7 @@ from symjax.distributed.exit_codes import print_warning
 from symjax.distributed.launch import is_process_zero
 from symjax.layers.validate import sizes
 from symjax.models import convert
-from symjax.models.convert import FREE, carried, changes
+from symjax.models.convert import MAY_DIFFER, carried, changes
 from symjax.models.huggingface.files import from_the_hub
 from symjax.models.huggingface.folders import SUFFIXES, Folder, is_folder, read_folder
 from symjax.storage import local_copy, resolve, store_errors
@@ -180,7 +180,7 @@ def _needed_keys(source: config.Model, target: config.Model) -> list[str]:
     for name, _, _ in validation.fields(config.Model):
         wanted, actual = (attrgetter(name)(x) for x in (source, target))
         rotary, group = name.startswith("rope_"), name.split(".")[0]
-        if wanted != actual and (rotary or group not in FREE):
+        if wanted != actual and (rotary or group not in MAY_DIFFER):
             needed.append(f"--config.model.{name}={wanted}")
     before, after = sizes(source), sizes(target)
     if after.kv_heads % before.kv_heads:

@@ -59,7 +59,7 @@ def load(options: config.Data) -> tuple[Texts, dict[str, Any]]:
 
     found, facts, kept = read_splits(options, texts)
 
-    # The default value keeps the data set, so that the files of its rows stay.
+    # The default value keeps the data set alive: its files are deleted with it.
     def documents(_: OpenedDataset | SavedDataset = kept) -> Iterator[Document]:
         return ((text,) for texts in found.values() for text in texts)
 
@@ -156,7 +156,7 @@ def _counted_from_file_start(state: dict[str, Any] | None) -> dict[str, Any] | N
     """Return a stream's state that counts rows from the beginning of a file.
 
     `datasets` counts rows from the beginning of a table, so its states are valid for
-    one size of tables only. Older versions of this library had another size.
+    one size of tables only. Older versions of symjax had another size.
     """
     outer = (state or {}).get("examples_iterable", {})
     inner = outer.get("examples_iterable", {})

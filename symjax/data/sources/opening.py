@@ -83,7 +83,7 @@ class OpenedDataset:
         if files and self._own:
             kept = {name: files[name] for name in files if str(name) in names}
             self._builder.config.data_files = type(files)(kept)
-        # `datasets` compares the sizes of splits with those in the data card.
+        # `datasets` compares what it reads with the data card, so drop other splits.
         expected: Any = self._builder.info.splits
         if expected and self._own:
             kept = {name: expected[name] for name in expected if name in names}

@@ -19,9 +19,9 @@ LARGEST_SHARE = 1 / 4  # of the characters; see `held_out`
 def held_out(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Choose the held-out documents by their keys. Both splits get documents.
 
-    A document is held out if its key is in the lowest twentieth. If there are few
-    documents, this may hold out nothing or more than a quarter of the text. Then the
-    document whose share of the text is closest to a tenth is held out instead.
+    A document is held out if its key is in the lowest twentieth of uint64. If there are
+    few documents, this may hold out nothing or more than a quarter of the text. Then
+    the document whose share of the text is closest to a tenth is held out instead.
     Documents with equal keys are copies, and are in the same split.
 
     Args:

@@ -1,5 +1,7 @@
-"""A check that a zstd file is whole: the package zstandard reads a file that ends early
-without an error."""
+"""A check that a zstd file is whole.
+
+The package zstandard reads a file that ends early without an error.
+"""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ from symjax.storage import replaced
 
 HEAD, PROGRESS, KEYS = "head.json", "progress.json", "heldout_keys.npy"
 HELDOUT_FILES = "heldout.npy", "heldout_ends.npy"
-# The held-out text ends with the document that reaches this share of data.tokens,
-# counted in characters, or this number of characters.
+# The held-out text ends with the document that reaches HELD_SHARE · data.tokens or
+# LARGEST_HELD_OUT characters, whichever is less.
 HELD_SHARE, LARGEST_HELD_OUT = 1 / 20, 1 << 24
 
 

@@ -74,7 +74,8 @@ class Stream:
         Returns:
             the number of tokens that are packed.
         Raises:
-            ValueError: the packer has ended before; the message has its reason.
+            ValueError: the stream was closed, or the packer has ended before; the
+                message has the reason.
         """
         reported = time.monotonic() + 1 - REPORT_SECONDS
         while not self._update_counts() and self.counts.tokens < tokens:

@@ -88,13 +88,13 @@ def _accuracy_by(
 
 
 def needle(run: LoadedRun, options: Options) -> Result:
-    """Measure accuracy by depth of the needle and length of the row, and by needles.
+    """Measure accuracy by depth of the needle and row length, and by number of needles.
 
-    A cell of the grid is the accuracy of the first question over 50 rows. Its needle
-    lies at the depth of the cell (0 % is the start of the row), and other needles lie
-    anywhere. Lengths are 1/4, 1/2 and 1 of the training length, and 2 times that length
-    unless positions are learned. Lengths too short for the needles are left out. The
-    second table is the accuracy of all questions by the number of needles.
+    A cell of the grid is the accuracy of the first question over 50 rows. The needle of
+    this question lies at the depth of the cell (0 % is the start of the row), and other
+    needles lie anywhere. Lengths are 1/4, 1/2 and 1 of the training length, and 2 times
+    that length unless positions are learned. Lengths too short for the needles are left
+    out. The second table is the accuracy of all questions by the number of needles.
 
     Source: Ye et al. 2024, arXiv:2410.05258, section 3.4.
     """

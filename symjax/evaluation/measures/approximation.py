@@ -6,19 +6,18 @@ are two errors, both relative, in Frobenius norms, and means over heads:
     error of the map     |Â − A| / |A|
     error of the output  |(Â − A) V| / |A V|
 
-The first table has errors of random features of the model's own queries and keys, for
-every kind of random features that estimates softmax, for projections of 16, 64, 256 and
-1024 rows, orthogonal or independent. Hyperbolic and trigonometric features are two per
-row. The errors are measured on the first 128 tokens of one held-out window. They are
-means over 64 projections, with their standard errors. FAVOR++ and FAVOR# need
-statistics of queries and keys: these are computed for each layer on another held-out
+The first table has errors of random features of the model's own queries and keys. It
+has every kind that estimates softmax, and projections of 16, 64, 256 and 1024 rows,
+orthogonal or independent. Hyperbolic and trigonometric features are two per row. The
+errors are measured on the first 128 tokens of one held-out window. They are means over
+64 projections, with their standard errors. FAVOR++ and FAVOR# need statistics of
+queries and keys. These statistics are computed for each layer on another held-out
 window, if there is one.
 
 The second table has errors of the layers of the model that use features themselves, on
 a few held-out windows.
 
-Both tables also have the errors of the uniform average of the visible keys. Features
-with larger errors are worse than this average.
+Both tables also have the errors of the uniform average of the visible keys.
 
 Source: Choromanski et al. 2021, arXiv:2009.14794 (positive, hyperbolic, orthogonal);
 Likhosherstov et al. 2022, arXiv:2205.15317 (FAVOR++), 2023, arXiv:2302.00787 (FAVOR#).

@@ -77,7 +77,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
     """Measure shares of |A| on the answer, the context and elsewhere, by layer.
 
     The number to read is `answer`, the share of a row on the keys that hold its target.
-    Attention finds answers if it exceeds the column "answer if uniform". What falls on
+    If `answer` exceeds "answer if uniform", attention finds answers. What falls on
     other keys, `context` and `elsewhere`, is called noise here; the noise map of
     differential attention is something else. In a differential layer, compare the rows
     A (A₁ − λA₂) and A₁ of the table: if `answer` is larger in A, the subtraction has
@@ -98,9 +98,8 @@ def noise(run: LoadedRun, options: Options) -> Result:
     Returns:
         A table with one row per layer and map (A; A₁ and A₂ if differential). Its
         shares are means over heads and over the rows that are not left out. For
-        decoders the
-        result also has a figure of `answer` by the position of the row, as means over
-        layers.
+        decoders the result also has a figure of `answer` by the position of the row, as
+        means over layers.
     """
     if run.config.data.source == "needle":
         return noise_of_needles(run, options)

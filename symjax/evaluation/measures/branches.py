@@ -1,7 +1,7 @@
 """Gradients of the loss through the two branches of differential attention.
 
-The input x of a differential layer moves the loss through its maps A₁ and A₂, and
-through its values. Let G = ∂loss/∂A be the gradient of the map A = A₁ − λA₂ of a head.
+The input x of a differential layer changes the loss through the maps A₁ and A₂, and
+through the values. Let G = ∂loss/∂A be the gradient of the map A = A₁ − λA₂ of a head.
 Then
 
     g₁ = ∂/∂x Σ G · A₁(x)          the gradient through the first branch
@@ -73,7 +73,7 @@ def compared_branches(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
 class Shifted:
     """A mixer that adds the next of some arrays to its output at each call.
 
-    The gradient by an array of zeros is the gradient by the output.
+    The gradient for an array of zeros is the gradient for the output.
     """
 
     def __init__(self, mixer: Mixer, shifts: Iterator[Float[Array, "B T N V"]]):
@@ -131,7 +131,7 @@ def _output_shape(mixer: Mixer, batch: int, length: int) -> tuple[int, ...]:
 def _by_branch(
     layer: Any, gradient: Float[Array, "B T N V"], x: Array, padding_mask: Array | None
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-    """Return (g₁, g₂) of a layer from the gradient by the output of its mixer."""
+    """Return (g₁, g₂) of a layer from the gradient for the output of its mixer."""
 
     def maps(x: Array) -> Float[Array, "B N P T T"]:
         operands = operands_of(layer, x, padding_mask)

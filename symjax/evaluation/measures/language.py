@@ -12,7 +12,8 @@ generated task, per label of a classifier). There are three:
 
 perplexity is exp(loss). bits per byte is loss / ln 2 / (bytes per token), with which
 models of different tokenizers can be compared. The held-out loss is compared with
-references that need no model: tables of n-grams for text, and chance for other tasks.
+references that need no model: tables of n-grams for text, frequencies for labels, and
+chance for generated tasks.
 """
 
 import functools

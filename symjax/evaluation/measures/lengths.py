@@ -49,7 +49,7 @@ BATCHES = 4  # held-out batches at each length, unless --batches says otherwise
 POINTS = 64  # the most points of a curve over positions
 OCTAVES = 0.25  # width of the smoothing of a curve, in octaves of the position
 EXAMPLES = 256  # number of averages for each n
-SPREAD = 0.5  # σ of the scores of an average, which should be equal
+SPREAD = 0.5  # σ of scores that should be equal, in the second table
 
 Chosen = tuple[int, str, config.Model]  # factor, name and configuration of a model
 

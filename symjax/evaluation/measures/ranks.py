@@ -2,10 +2,10 @@
 
 The product QKᵀ of one head, without a mask, has at most rank H, the head size. Its
 softmax has full rank in general, and so has every causal map with a positive diagonal.
-The exact rank therefore says little about a map, and its singular values s are measured
-in four ways (`Ranks`). A small number means that the map has few directions. Each
-matrix belongs to one head and one held-out window, in float64. The table has means over
-heads and windows.
+The exact rank therefore says little about a map. `Ranks` measures the singular values s
+of a matrix in four ways. A small number means few directions. Each matrix belongs to
+one head and one held-out window, in float64. The table has means over heads and
+windows.
 """
 
 from typing import NamedTuple

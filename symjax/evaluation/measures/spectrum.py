@@ -46,9 +46,9 @@ def spectrum(run: LoadedRun, options: Options) -> Result:
     σ₁/σ₂ is the mean of σ₁ divided by the mean of σ₂. QKᵀ (QQᵀ or QUQᵀ with symmetric
     keys) has neither scale nor mask; the maps of a decoder are causal.
 
-    Chains need maps without a causal mask. In an encoder they are the maps of its
-    branches. In a decoder they are softmax(QKᵀ/√H) without the mask, in layers whose
-    mechanism is softmax.
+    Chains need maps without a causal mask. In an encoder, the chains are the maps of
+    the branches. In a decoder, they are softmax(QKᵀ/√H) without the mask, in layers
+    whose mechanism is softmax.
     """
     causal = config.is_causal(run.config.model)
     layers = attentions(run.model())

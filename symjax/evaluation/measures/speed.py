@@ -215,7 +215,7 @@ def training(options: config.Config, length: int) -> Job:
 def decoding(options: config.Config, length: int) -> Job:
     """Return a job that decodes the last 16 tokens of a row.
 
-    The cache has room for the whole row. Its position is that after the other tokens.
+    The cache has room for the whole row. Decoding begins after the other tokens.
     """
     graph, weights = _split_model(options)
     steps = min(STEPS, length)

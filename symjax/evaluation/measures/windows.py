@@ -14,7 +14,7 @@ from symjax.evaluation.results import Options
 
 WINDOWS = 4  # the most held-out windows that are read
 IMAGES = 32  # the most images, which have few tokens
-CANDIDATES = 8  # of 8 n windows n are kept, preferably those within one document
+CANDIDATES = 8  # windows read for each one kept, to find some within one document
 LONGEST = 512  # the most tokens of a window of text if --window is not given
 
 # Token ids of a row, negative at padding; or an image.
@@ -60,7 +60,7 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     if run.examples.separate:
         return _rows_within_documents(run, length, count)
     batches = [rows(0, 1) for rows in run.examples.heldout_batches((1, length), count)]
-    if not model.classes and len(batches) > 1:  # leave out a last window with filler
+    if not model.classes and len(batches) > 1:  # leave out a window past the end
         batches = [batch for batch in batches if _is_filled(*batch)]
     return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
 

@@ -35,7 +35,7 @@ READ = "of Hugging Face's models, symjax reads Llama, DiffLlama and GPT-2"
 SETTINGS, OWN = "config.json", "symjax.json"
 SUFFIXES = ".json", ".safetensors"  # of files that are read
 # Configuration keys that do not change the function of a trained model.
-FREE = (
+WITHOUT_EFFECT = (
     *("dropout", "embedding_scale", "dtype", "remat", "scan_layers", "length"),
     *("attention.implementation", "attention.chunk_size"),
     "attention.symmetric_initial",
@@ -213,7 +213,7 @@ def _check_equal(ours: config.Model, theirs: config.Model, kind: str) -> None:
     wrong = []
     for name, _, _ in validation.fields(config.Model):
         value, wanted = map(attrgetter(name), (ours, theirs))
-        if name not in FREE and value != wanted:
+        if name not in WITHOUT_EFFECT and value != wanted:
             wrong.append(f"model.{name} is {value!r}, in a {kind} it is {wanted!r}")
     if wrong:
         raise ValueError(f"no model of transformers computes this: {'; '.join(wrong)}")

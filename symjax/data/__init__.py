@@ -23,7 +23,8 @@
 From the packed file to the gradient, in the order of calls:
 
 1.  Before the run, `examples.open_examples` opens `train.npy` and `train_ends.npy` as
-    `PackedArray`s and binds them to `training_windows`: this is `Examples.train`.
+    `PackedArray`s and binds them to `training_windows`: this is
+    `Examples.read_training`.
 2.  `train` in `training/loop.py` makes batches in a thread, one step ahead:
     `Examples.batch_reader(shape, seed=, step=)` returns a function of (start, stop).
 3.  `Program.place` (`training/step.py`) calls this function for the rows of each device

@@ -40,12 +40,12 @@ class Examples:
     """Training rows and held-out rows of a run, and facts about them.
 
     Attributes:
-        train: (numbers [B], length, seed) → inputs and targets of training rows.
-            Numbers count from the first row of the first step. Targets below 0 are
-            left out of the loss.
-        heldout: (numbers [B], length) → inputs, targets and weights of held-out rows.
-            The mean loss is Σ weights · loss / Σ weights over all rows. Weights are 0
-            after the end of the held-out text.
+        read_training: (numbers [B], length, seed) → inputs and targets of training
+            rows. Numbers count from the first row of the first step. Targets below 0
+            are left out of the loss.
+        read_heldout: (numbers [B], length) → inputs, targets and weights of held-out
+            rows. The mean loss is Σ weights · loss / Σ weights over all rows. Weights
+            are 0 after the end of the held-out text.
         heldout_rows: length → number of rows that cover the held-out text; None if
             held-out rows have no end.
         check_length: raises a ValueError if there are no rows of this length.
@@ -76,8 +76,8 @@ class Examples:
         image: height, width and channels of image inputs; None for tokens.
     """
 
-    train: Callable[[np.ndarray, int, int], tuple[Any, ...]]
-    heldout: Callable[[np.ndarray, int], tuple[Any, ...]]
+    read_training: Callable[[np.ndarray, int, int], tuple[Any, ...]]
+    read_heldout: Callable[[np.ndarray, int], tuple[Any, ...]]
     heldout_rows: Callable[[int], int] | None = None
     check_length: Callable[[int], None]
     vocabulary: int
@@ -106,7 +106,7 @@ class Examples:
             shape: rows per batch, and tokens per row.
             step: number of steps before this batch.
         """
-        return lambda start, stop: self.train(
+        return lambda start, stop: self.read_training(
             _row_numbers(shape, step, start, stop), shape[1], seed
         )
 
@@ -128,7 +128,7 @@ class Examples:
         chosen = [n if endless else n * total // count for n in range(count)]
 
         def rows(index: int, start: int, stop: int) -> tuple[Any, ...]:
-            return self.heldout(_row_numbers(shape, index, start, stop), shape[1])
+            return self.read_heldout(_row_numbers(shape, index, start, stop), shape[1])
 
         return (functools.partial(rows, index) for index in chosen)
 

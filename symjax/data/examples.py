@@ -160,7 +160,7 @@ def text_examples(corpus: Corpus) -> Examples:
     arrays = corpus.train, corpus.heldout, *ends.values()
     start = {} if corpus.start is None else {START: corpus.start}
     return Examples(
-        train=partial(
+        read_training=partial(
             training_windows,
             corpus.train,
             ends=ends.get("train"),
@@ -168,7 +168,7 @@ def text_examples(corpus: Corpus) -> Examples:
             parts=corpus.parts,
             shard=corpus.shard,
         ),
-        heldout=partial(
+        read_heldout=partial(
             heldout_windows,
             corpus.heldout,
             ends=ends.get("heldout"),
@@ -206,23 +206,23 @@ def masked_examples(text: Examples) -> Examples:
     def train(
         numbers: np.ndarray, length: int, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        tokens, _ = text.train(numbers, length, seed)
+        tokens, _ = text.read_training(numbers, length, seed)
         return _masked(tokens, Draws(seed, numbers), mask)
 
     def heldout(numbers: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
         """Held-out rows, with padding after the end of the text.
 
-        `text.heldout` repeats the last token there, which an encoder would see.
+        `text.read_heldout` repeats the last token there, which an encoder would see.
         """
-        tokens, _, weights = text.heldout(numbers, length)
+        tokens, _, weights = text.read_heldout(numbers, length)
         inputs, targets = _masked(tokens, Draws(0, numbers), mask)
         inputs = np.where(weights > 0, inputs, NOTHING)
         return inputs, targets, weights * (targets != NOTHING)
 
     return dataclasses.replace(
         text,
-        train=train,
-        heldout=heldout,
+        read_training=train,
+        read_heldout=heldout,
         vocabulary=mask + 1,
         unit=f"masked {text.unit}",
         language={**language, "mask": mask},
@@ -267,10 +267,10 @@ def generated_examples(options: config.Data) -> Examples:
             rows(length, seed=0, indices=np.arange(1), heldout=side)
 
     return Examples(
-        train=lambda numbers, length, seed: rows(
+        read_training=lambda numbers, length, seed: rows(
             length, seed=seed, indices=numbers, heldout=False
         ),
-        heldout=heldout,
+        read_heldout=heldout,
         check_length=check_length,
         vocabulary=task.vocabulary(options),
         unit="answer",

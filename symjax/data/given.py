@@ -69,4 +69,4 @@ def given_examples(language: dict[str, Any], text: str | None) -> Examples:
 
     if text is None:
         return dataclasses.replace(examples, heldout_rows=no_rows)
-    return dataclasses.replace(examples, heldout=heldout)
+    return dataclasses.replace(examples, read_heldout=heldout)

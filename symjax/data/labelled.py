@@ -114,8 +114,8 @@ def labelled_examples(labelled: Labelled, length: int) -> Examples:
     labels = {name: labelled.pieces(name, length).labels for name in SPLITS}
     count, kind = len(labelled.labels), "images" if labelled.image else "texts"
     return Examples(
-        train=train,
-        heldout=heldout,
+        read_training=train,
+        read_heldout=heldout,
         heldout_rows=heldout_rows,
         check_length=lambda length: None,  # rows of any length are possible
         # One token more than the tokenizer has: the mask of masked language models. So

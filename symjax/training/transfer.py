@@ -91,7 +91,7 @@ def teacher(
         return teacher_of(source, model, options.transfer.match)
     if (tree := (meta or {}).get("transfer")) is None:
         raise ValueError("transfer.match: a run that began without it cannot get it")
-    return restored(options, tree)
+    return teacher_from(options, tree)
 
 
 def end_line(options: config.Config, error: float) -> str:
@@ -182,7 +182,7 @@ def stored(run: config.Config, teacher: config.Model | None) -> dict[str, Any] |
     return validation.to_dict(dataclasses.replace(run, model=teacher))["model"]
 
 
-def restored(run: config.Config, tree: dict[str, Any]) -> config.Model:
+def teacher_from(run: config.Config, tree: dict[str, Any]) -> config.Model:
     """Return the teacher from `stored`."""
     return validation.from_dict(validation.to_dict(run) | {"model": tree}).model
 

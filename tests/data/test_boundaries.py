@@ -62,7 +62,7 @@ def test_an_older_corpus_keeps_its_meaning(options, tmp_path, tokenizer):
         assert "document_start" not in examples.language
         text, ends = opened.train[:], opened.ends["train"][:]
         assert text[0] != text[ends[0] - 1]  # which is the separator
-        (inputs, ids), targets = examples.train(np.arange(30), LENGTH, 1)
+        (inputs, ids), targets = examples.read_training(np.arange(30), LENGTH, 1)
         separator = inputs == text[ends[0] - 1]
         np.testing.assert_array_equal(targets < 0, separator)
         np.testing.assert_array_equal(np.diff(ids, axis=1), separator[:, :-1])
@@ -122,7 +122,9 @@ def test_a_tokenizer_that_drops_the_separator_has_nothing_before_documents(tmp_p
     options = config.Data("text", str(folder), tokenizer=str(tmp_path))
     opened = corpus.open_corpus(options, tmp_path / "data")
     assert opened.start is None and opened.train[:][0] == 2
-    (inputs, ids), targets = text_examples(opened).train(np.arange(30), LENGTH, 1)
+    (inputs, ids), targets = text_examples(opened).read_training(
+        np.arange(30), LENGTH, 1
+    )
     np.testing.assert_array_equal(np.diff(ids, axis=1), inputs[:, 1:] == 2)
     np.testing.assert_array_equal(targets[:, :-1] < 0, inputs[:, 1:] == 2)
     held = [x for x in range(len(opened.heldout)) if opened.heldout[:][x] == 2]

@@ -48,7 +48,7 @@ def test_rows_are_of_one_source_and_as_many_as_its_share(options, tmp_path):
     found = corpus.open_corpus(options, tmp_path / "data")
     rows = text_examples(found)
     count = mixture.PERIOD
-    inputs, targets = rows.train(np.arange(count), LENGTH, 0)
+    inputs, targets = rows.read_training(np.arange(count), LENGTH, 0)
     kinds = Counter()
     for row in np.concatenate([inputs.tokens, targets[:, -1:]], axis=1):
         letters = set(bytes(row[row > 0].astype(np.uint8)).decode())

@@ -71,7 +71,9 @@ def test_every_token_of_a_document_is_a_target_once_and_sees_its_own_document(
 def test_an_input_is_of_the_document_of_its_target(options, tmp_path, tokenizer):
     """In rows of training, which begin anywhere in a document."""
     corpus = tokens_of(options, tmp_path, tokenizer)
-    (inputs, ids), targets = text_examples(corpus).train(np.arange(50), LENGTH, 3)
+    (inputs, ids), targets = text_examples(corpus).read_training(
+        np.arange(50), LENGTH, 3
+    )
     assert (targets >= 0).all()
     np.testing.assert_array_equal(targets[:, :-1], inputs[:, 1:])
     # No text here has the separator: it alone begins another document.
@@ -121,8 +123,8 @@ def test_one_file_is_joined_unless_it_is_asked_for(tmp_path, documents):
     corpus = open_corpus(options, tmp_path / "data")
     assert bool(corpus.ends) == (documents == "separate")
     joined = text_examples(dataclasses.replace(corpus, ends={}))
-    inputs, targets = text_examples(corpus).train(np.arange(3), LENGTH, 0)
-    wanted = joined.train(np.arange(3), LENGTH, 0)
+    inputs, targets = text_examples(corpus).read_training(np.arange(3), LENGTH, 0)
+    wanted = joined.read_training(np.arange(3), LENGTH, 0)
     if documents == "separate":
         assert not inputs.segment_ids.any()
         inputs = inputs.tokens

@@ -62,7 +62,7 @@ def files_in(place):
 
 
 def rows_of(opened, numbers, seed=3):
-    return text_examples(opened).train(np.asarray(numbers), LENGTH, seed)
+    return text_examples(opened).read_training(np.asarray(numbers), LENGTH, seed)
 
 
 def equal(one, other):

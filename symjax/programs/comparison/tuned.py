@@ -157,7 +157,7 @@ def _part(
     def heldout(numbers: np.ndarray, length: int) -> tuple[Any, ...]:
         """Return rows of the part; those after its end have weight 0."""
         known = numbers if count is None else np.minimum(numbers, count(length) - 1)
-        inputs, targets, weights = examples.heldout(place(known), length)
+        inputs, targets, weights = examples.read_heldout(place(known), length)
         return inputs, targets, weights * (known == numbers)[:, None]
 
-    return dataclasses.replace(examples, heldout=heldout, heldout_rows=count)
+    return dataclasses.replace(examples, read_heldout=heldout, heldout_rows=count)

@@ -16,7 +16,7 @@ LENGTH = 7
 
 
 def examples(**parts):
-    rest = dict.fromkeys(("train", "size", "unit"), "")
+    rest = dict.fromkeys(("read_training", "size", "unit"), "")
     rest |= {"check_length": None, "vocabulary": 0, "language": {}, "fingerprint": {}}
     return Examples(**rest, references={}, **parts)  # pyright: ignore
 
@@ -24,7 +24,7 @@ def examples(**parts):
 def text(tokens):
     """Windows of a text whose tokens are their own places."""
     return examples(
-        heldout=lambda n, length: heldout_windows(np.arange(tokens), n, length),
+        read_heldout=lambda n, length: heldout_windows(np.arange(tokens), n, length),
         heldout_rows=lambda length: -(-(tokens - 1) // length),
         longest=tokens - 1,
     )
@@ -37,7 +37,9 @@ def labels(count):
         row = np.minimum(numbers, count - 1)[:, None]
         return row, row, (numbers < count).astype(np.float32)[:, None]
 
-    return examples(heldout=heldout, heldout_rows=lambda _: count, labels=("a", "b"))
+    return examples(
+        read_heldout=heldout, heldout_rows=lambda _: count, labels=("a", "b")
+    )
 
 
 def targets(part, length=LENGTH, rows=3):
@@ -79,7 +81,7 @@ def test_every_label_is_in_one_part(count):
 def test_rows_of_a_generated_task_choose_that_no_task_measures():
     data = Data(source="mqar", items=4, symbols=16, asked=2)
     choosing, judging = split(generated_examples(data), 32)
-    (one, other) = (x.heldout(np.arange(9), 32)[0] for x in (choosing, judging))
+    (one, other) = (x.read_heldout(np.arange(9), 32)[0] for x in (choosing, judging))
     assert not {*map(bytes, one)} & {*map(bytes, other)}
     assert generated.is_heldout(one).all() and judging.heldout_rows is None
 

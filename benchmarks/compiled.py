@@ -174,7 +174,7 @@ def functions(target: targets.Target, only: str) -> Iterator[tuple[str, Row]]:
 def rivals(size: int) -> dict[str, Rival]:
     """Return the functions that are compiled, by name.
 
-    They are the functions of device.py, and those that no other library has.
+    They are the functions of device.py, and sparsemax, entmax-1.5, gau and flash.
 
     Args:
         size: head size of the mechanisms of linear time.

@@ -7,9 +7,9 @@ The models are one layer of `configs/gpt.py:tiny` with the attention of a model 
 benchmarks.answers: width 128, with 4 heads of 32.
 The task `speed` of eval.py measures them, with random weights and one row of tokens.
 The model and the same model with softmax run in turn. The works that are measured are
-the prefill of the row, a training step on it, and the decoding of its last 16 tokens. A
-column is the speed of the model divided by that of softmax; above 1 the model is
-faster.
+the prefill of the row, a training step on it, and the decoding of its last 16 tokens.
+The column `÷ softmax` is the speed of the model divided by that of softmax; above 1 the
+model is faster.
 
 Every line is printed and added to OUT/crossover.csv when it is measured. Lines that the
 file has are not measured again. At the end the crossover lengths are printed, and a

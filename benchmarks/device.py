@@ -137,10 +137,11 @@ class Records:
     """Measured rows of this device and these sources, in a file of JSON lines.
 
     Args:
-        common: what a row of the file must have to count: device, revision, size.
-        study: what rows of the study must have, too: text, seeds and steps.
-        libraries: the present `libraries`. A row that lacks a rival is measured again
-            if they were others.
+        common: values that a row of the file must have to count: device, revision of
+            symjax, version of jax, and --small.
+        study: values that rows of the study must have, too: text, seeds and steps.
+        libraries: the result of `libraries` now. A row that lacks a rival is measured
+            again if the libraries were others when it was measured.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ def measure(rows: list[Row], records: Records, worker: Measuring, end: float) ->
         The number of rows that have a fault.
     """
     faults, skipped = 0, []
-    # Rows that were measured before have a fault: they come last, in the same order.
+    # Rows that were measured before have a fault or lack a library. They come last.
     for row in sorted(rows, key=lambda x: x.name in records.rows):
         left = end - time.monotonic()
         if records.estimate(row) > left:

@@ -14,7 +14,7 @@ from symjax import attention
 # Largest relative errors. Products of float32 may run in TF32; bfloat16 has 8 bits.
 LIMITS = {"float32": 3e-3, "bfloat16": 3e-2}
 # The derivative of sparsemax jumps where a weight becomes 0. TF32 scores move these
-# borders: rounding queries and keys to 11 bits changes gradients in float64 by 2e-2 to
+# jumps: rounding queries and keys to 11 bits changes gradients in float64 by 2e-2 to
 # 4e-2.
 JUMPS = 20
 # The reference on the CPU runs once. These options halve its time to compile.

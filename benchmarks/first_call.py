@@ -7,7 +7,7 @@ Each call is the gradient of the sum of squares of causal attention at [1, 1024,
 in float32, with respect to query, key and value, and to gates where there are any. It
 is compiled for the CPU, also on a machine with an accelerator. Differential attention
 has four heads with two branches of 64 and values of 128. "decay" has a gate per token
-and head, "retention" the same decays for all tokens, and "gla" a gate per channel.
+and head, "retention" a constant per head, and "gla" a gate per token and channel.
 
 --target compiles for one chip of a machine that need not be present, in bfloat16. The
 compiler for TPUs is in the package jax[tpu], the compiler for GPUs in jax[cuda13].

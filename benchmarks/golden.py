@@ -13,7 +13,7 @@ exits with 1 if
 
 - a loss moved by more than 1e-6,
 - a number of an evaluation is printed differently and moved by more than 1e-6 (numbers
-  are printed with 4 decimals; the second condition ignores rounding at their edge),
+  are printed with 4 decimals, and a smaller move may change the last one),
 - FLOPs, bytes accessed or temporary bytes of the step grew by more than 2 %.
 
 Another order of sums, or another processor, also moves float32 losses. Training

@@ -5,11 +5,12 @@
 The scan is our version of the algorithm of google-research's fast_attention. A scan
 over tokens computes prefix sums, and its gradient is a second scan that subtracts the
 terms again. Features are divided by their maximum over all tokens, so later tokens
-change earlier rows; in `performer_causal` they do not. Inputs are one row with four
-heads of size 64.
+change earlier rows; in `performer_causal` they do so by rounding at most. Inputs are
+one row with four heads of size 64.
 
 `bare` is a lower bound for chunks in XLA: the same matrix products, with exponentials
-that subtract no maximum (they overflow unless inputs are small), and no check for it.
+that subtract no maximum (they overflow unless inputs are small), and no check for rows
+that underflow.
 
 Columns, forward and then forward + backward: milliseconds of
 `symjax.attention.performer_causal` (ours), scan / ours, and scan / bare.

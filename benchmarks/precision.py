@@ -4,9 +4,9 @@
 
 It runs on the CPU, with interpreted kernels, on normally distributed inputs of head
 size 64. An error is ‖found − wanted‖ / ‖wanted‖ against float64 of unrounded inputs.
-Each cell has the error of the output, and of the gradient (of a random sum of the
-output) with the largest ratio to the column `least`, each with this ratio. First the
-Performer, with columns
+Each cell has two errors, each with its ratio to the column `least`: the error of the
+output, and that of the gradient with the largest ratio. Gradients are those of a random
+weighted sum of the output. First the Performer, with columns
 
 least    float64 on inputs rounded to bfloat16, with a rounded result: the lower bound
          for any choice of products
@@ -142,9 +142,9 @@ def scan(rows: Any, *arrays: Any) -> Any:
 def as_on_a_gpu(attend: Callable) -> Callable:
     """Round the operands of all products as the tensor cores of a GPU do.
 
-    The chunks are those of accelerators: a CPU's take float32 products of 16-bit
-    arrays. The platform is in the key of jax's caches, so no column takes the program
-    of another one.
+    The chunks are those of accelerators, because chunks on a CPU take float32 products
+    of 16-bit arrays. The platform is in the key of jax's caches, so no column takes the
+    program of another one.
     """
 
     def called(rows: Any, *arrays: Any) -> Any:

@@ -54,7 +54,7 @@ def main(rounds: int = 15) -> None:
             "softmax": gradient(softmax, one),
             "differential": gradient(differential, two),
         }
-        # First, since whole maps take memory that must then be allocated again.
+        # Before calls with whole maps: after them, memory must be allocated again.
         times = in_turn(rows, rounds)
         columns = [ratio(times, "differential", "softmax")]
         for name, form, operands in (

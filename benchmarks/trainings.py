@@ -32,7 +32,7 @@ def train_together(
 
     Runs start in their order, `together` at a time. A run that is stopped saves its
     state first, so that the same call continues it. All are stopped if one fails, and
-    if this process gets Ctrl-C or, below `run_and_exit`, SIGTERM.
+    if this process gets Ctrl-C or, inside `run_and_exit`, SIGTERM.
 
     Args:
         runs: workdir → words of train.py, with --config.steps.
@@ -63,10 +63,10 @@ def train_together(
 
 
 def _start(workdir: Path, words: Sequence[str]) -> subprocess.Popen:
-    """Start train.py in a process group of its own.
+    """Start train.py in a separate process group.
 
-    A second signal would keep train.py from saving. In the group of this process it
-    would get Ctrl-C from the terminal and SIGTERM from `_stop`.
+    In the group of this process train.py would get two signals, Ctrl-C from the
+    terminal and SIGTERM from `_stop`. A second signal keeps it from saving.
     """
     command = [sys.executable, str(ROOT / "train.py"), *words]
     command += ["--workdir", str(workdir)]

@@ -1,4 +1,4 @@
-"""DeltaNet: a linear state erases the old value of a key before it writes a new one.
+"""DeltaNet: linear attention that erases a key's old value before it writes a new one.
 
     python train.py --config configs/delta.py:tiny
     python train.py --config configs/delta.py

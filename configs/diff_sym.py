@@ -1,4 +1,4 @@
-"""Differential and symmetric language model: two branches, in each key = query.
+"""Differential and symmetric language model: two branches, each with key = query.
 
     python train.py --config configs/diff_sym.py:tiny
     python train.py --config configs/diff_sym.py

@@ -1,4 +1,4 @@
-"""Softmax with forget gates (FoX): a score falls by the gates between key and query.
+"""Softmax with forget gates (FoX): log-decays between key and query lower a score.
 
     python train.py --config configs/fox.py:tiny
     python train.py --config configs/fox.py

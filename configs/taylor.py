@@ -21,7 +21,7 @@ def get_config(size: str = "3l") -> ConfigDict:
     config = base.get_config(size)
     config.model.attention.update(mechanism="linear", features="taylor")
     config.model.attention.query_key_norm = True
-    # The features grow with the square of the head size: 153 for heads of 16.
+    # The number of features grows with the square of the head size: 153 for size 16.
     if size in base.LARGE:
         config.model.heads = config.model.width // 16
     return config

@@ -199,6 +199,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--step", "x"], "--step"),
         (["--prompt", ""], "--prompt is empty"),
         (["--prompt", "7", "--tasks", "loss"], "--tasks loss leaves out"),
+        (["--prompt", "", "--tasks", "maps"], "--prompt is empty"),
         (["--prompt", "x" * 40], "fills the model's 32 learned positions"),
         (["--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--batches", "0"], "--batches must be at least 1, got 0"),

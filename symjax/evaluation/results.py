@@ -52,7 +52,7 @@ class Options(NamedTuple):
     Attributes:
         batches: the most held-out batches to measure. None means all in the task
             `loss`, and a few in tasks that take longer, as their docstrings say.
-        prompt: text to continue; None means the first tokens of the held-out text.
+        prompt: text to continue, or to draw maps of; None means held-out text.
         tokens: number of tokens to generate.
         temperature: sampling temperature; 0 is greedy decoding.
         seed: seed of the sample and of all other random numbers.

@@ -54,15 +54,15 @@ def parse(words: list[str]) -> argparse.Namespace:
         if (value := getattr(chosen, name)) is not None:
             setattr(chosen, name, resolve_url(value))
     chosen.names = tasks.parse_names(chosen.tasks)
-    for flag, is_set, task in (
+    for flag, is_set, *users in (
         ("--rope_scaling", chosen.rope_scaling, "length"),
         ("--lengths", chosen.lengths, "speed"),
-        ("--prompt", chosen.prompt is not None, "sample"),
+        ("--prompt", chosen.prompt is not None, "sample", "maps"),
     ):
-        if is_set and task not in chosen.names:
+        if is_set and not {*users} & {*chosen.names}:
             raise ValueError(
-                f"{flag} is for the task {task}, which --tasks {chosen.tasks} leaves "
-                "out"
+                f"{flag} is for the task {' or '.join(users)}, which --tasks "
+                f"{chosen.tasks} leaves out"
             )
     windowed = [name for name, task in tasks.TASKS.items() if task.windows]
     if chosen.window is not None and not {*windowed} & {*chosen.names}:
@@ -110,7 +110,10 @@ def _parser() -> Parser:
         "as in training, at most 512",
     )
     add("--verify", action="store_true", help="first compare all data with its hashes")
-    add("--prompt", help="text to continue; held-out text by default")
+    add(
+        "--prompt",
+        help="text to continue, and to draw maps of; held-out text by default",
+    )
     add("--tokens", type=int, default=200, help="tokens to generate (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: greedy (%(default)s)")
     add("--seed", type=int, default=0, help="seed of random numbers (%(default)s)")

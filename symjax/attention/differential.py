@@ -114,9 +114,8 @@ def differential(
             returns (output, state), so does this function.
         options: options of `attend`. A mask or bias has N/r heads, one per noise head,
             or one head for all. alibi and sink have N/r numbers. log_decay and beta
-            have one number per token and key head (K + m heads). Recurrences take
-            log_decay and beta only if K ≤ N/r, so that m = K: otherwise noise keys are
-            repeated, and log_decay and beta are not.
+            have one number per token and key head (K + m heads). If several signal keys
+            share a noise key (m < K), recurrences take neither log_decay nor beta.
     Raises:
         ValueError: shapes that do not fit together, naming both.
     Source: Ye et al. 2024, arXiv:2410.05258, equation 1; grouped: Lim et al. 2025,
@@ -205,10 +204,10 @@ def _difference(
     if signals > 1:
         query = repeat_noise(query, signals)
         key = repeat_noise(key, signal_keys(key.shape[2], value.shape[2]))
-    # Query heads of one key head must be adjacent. They come in the order (k, g, p): k
-    # is the value head, g counts its output heads, p is the branch. In V1 each (k, p)
-    # has its own key head, so query heads are sorted by (k, p, g). In V2 both branches
-    # of k use one key head, so the order stays.
+    # Query heads of one key head must be adjacent. They come in the order (k, g, p),
+    # with k the value head, g an output head of it and p the branch. V1 has a key head
+    # for each (k, p), so query heads are moved to the order (k, p, g). V2 has a key
+    # head for each k: the order stays.
     groups = {"k": value.shape[2], "p": 2}
     branches = key.shape[2] // value.shape[2]
     order = "(k p g)" if branches == 2 else "(k g p)"
@@ -229,7 +228,10 @@ def _difference(
 
 
 def _options_by_head(options: dict, query: Array, signals: int) -> dict[str, Array]:
-    """Return those options that differ between noise heads, as [#B N/r #T #S]."""
+    """Return the options with an entry per noise head, as [#B N/r #T #S].
+
+    The axes T and S of alibi and sink have length 1.
+    """
     heads, differing = query.shape[2] // (signals + 1), {}
     for name in ("mask", "bias", "alibi", "sink"):
         array = options.get(name)

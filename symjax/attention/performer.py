@@ -73,8 +73,8 @@ def performer(
     is zero. No ε is added.
 
     Args:
-        projection: from `orthogonal_projection`. None means 256 orthogonal rows, which
-            are the same in each call.
+        projection: from `orthogonal_projection`. None means 256 rows, orthogonal in
+            blocks of H, which are the same in each call.
         mask: True = attend; it may only hide keys. A hidden key changes nothing.
         features: a name of the list above.
         scale: factor of the scores, above 0; 1/√H by default. It does not change the

@@ -160,10 +160,11 @@ def _rectified(x: Array, random: FeatureParameters) -> LogFeatures:
 def _spherical(x: Array, random: FeatureParameters) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
-    The features are at most exp(√(2s) |w|), with |w| about √H and √(2s) ≤ 1.85 for the
-    nodes s of SLAY. Up to |w| = 39 float32 holds sums of a million features, so they
-    need no exponent. Products do not overflow: `Normalised.prepare` first divides a
-    query by its largest feature.
+    The features are at most exp(√(2s) |w|), with |w| about √H. The nodes s of the
+    quadrature (`slay`) have √(2s) ≤ 1.85. Float32 holds numbers up to e⁸⁸, and
+    1.85 · 39 + ln 10⁶ is 86: up to |w| = 39 sums of a million features need no
+    exponent. Products do not overflow: `Normalised.prepare` first divides a query by
+    its largest feature.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)

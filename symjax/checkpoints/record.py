@@ -106,8 +106,8 @@ def _named(item: str, tree: Any) -> dict[str, Any]:
     """Return the leaves by their names "item/path/of/the/leaf", in the tree's order.
 
     Raises:
-        ValueError: two leaves have the same name, or the name of one is a folder in the
-            path of another. As in Orbax, "a.b" counts as "a/b".
+        ValueError: two leaves have the same name, or a name is the beginning of another
+            ("a/b" and "a/b/c"). As in Orbax, "a.b" counts as "a/b".
     """
     named, taken = {}, set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

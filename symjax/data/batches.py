@@ -174,8 +174,8 @@ def training_windows(
 
     - at the beginning and the end of the text, together at most two windows of tokens
       (in a mixture for each source, in a stream for each shard);
-    - the first token of each document, if documents are separate and no separator
-      token belongs to two of them (`shared` is False).
+    - with separate documents the first token of each, unless the separator before it
+      belongs to both of its documents (`shared`).
 
     Args:
         numbers: int64 [B], counted from the first row of the first step.

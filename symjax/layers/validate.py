@@ -47,7 +47,7 @@ def sizes(options: config.Model) -> Sizes:
     """
     heads, chosen = options.heads, options.attention
     kv_heads = options.kv_heads or heads
-    halves = 2 if chosen.differential == "v1" else 1  # V1 splits a head
+    key_branches = 2 if chosen.differential == "v1" else 1  # V1 splits a head
     if heads % kv_heads:
         raise ValueError(f"model.kv_heads {kv_heads} must divide model.heads {heads}")
     if chosen.symmetric in FROM_QUERIES and kv_heads != heads:
@@ -61,13 +61,13 @@ def sizes(options: config.Model) -> Sizes:
             "query head, but model.attention.differential 'v2' gives two query heads "
             "one key"
         )
-    if not options.head_size and options.width % (heads * halves):
+    if not options.head_size and options.width % (heads * key_branches):
         raise ValueError(
             f"model.width {options.width} must be a multiple of model.heads {heads}"
-            + (" times 2 branches" if halves == 2 else "")
+            + (" times 2 branches" if key_branches == 2 else "")
             + ", or give model.head_size"
         )
-    size = options.head_size or options.width // (heads * halves)
+    size = options.head_size or options.width // (heads * key_branches)
     if chosen.symmetric in SHARED and chosen.key_size not in (0, size):
         raise ValueError(
             f"model.attention.symmetric {chosen.symmetric!r} makes values of {size} "
@@ -82,10 +82,15 @@ def sizes(options: config.Model) -> Sizes:
                 f"signal and a noise key: model.attention.signals {chosen.signals} "
                 f"leaves {keys - kv_heads} noise keys for {kv_heads} values"
             )
-        return Sizes(heads, kv_heads, queries, keys, key_size, size * halves)
+        return Sizes(heads, kv_heads, queries, keys, key_size, size * key_branches)
     branches = 1 if chosen.differential == "none" else 2
     return Sizes(
-        heads, kv_heads, heads * branches, kv_heads * halves, key_size, size * halves
+        heads,
+        kv_heads,
+        heads * branches,
+        kv_heads * key_branches,
+        key_size,
+        size * key_branches,
     )
 
 

@@ -91,8 +91,8 @@ def train(
 ) -> None:
     """Prepare a run and make its remaining steps; log, evaluate and save when due.
 
-    All processes do the same steps of the preparation together: if one of them raises
-    an error, `all_succeed` raises it in all of them.
+    All processes prepare the run together: if one raises an error, `all_succeed` raises
+    it in all.
 
     Args:
         stack: closes files and threads when the run ends.

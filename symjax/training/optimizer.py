@@ -91,24 +91,24 @@ def _updates(
     options: config.Optimizer, rate: optax.Schedule, params: Any
 ) -> list[optax.GradientTransformation]:
     """Return transformations that update each weight by the rule of its group."""
-    rest = "adamw" if options.name == "muon" else options.name
+    main = "adamw" if options.name == "muon" else options.name
     decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
     embedding_decay = decay if embedding_decay == -1 else embedding_decay
     factor, mask = options.embedding_learning_rate, weight_decay_mask(params)
-    groups = {rest: _update_rule(rest, options, rate, decay, mask)}
+    groups = {main: _update_rule(main, options, rate, decay, mask)}
     if options.name == "muon":
         groups["muon"] = _update_rule("muon", options, rate, decay, mask)
     if (factor, embedding_decay) != (1, decay):
         groups["embeddings"] = _update_rule(
-            rest, options, lambda step: factor * rate(step), embedding_decay, mask
+            main, options, lambda step: factor * rate(step), embedding_decay, mask
         )
     if len(groups) == 1:
-        return groups[rest]
+        return groups[main]
     by_label: dict[Hashable, optax.GradientTransformation] = {
         name: found[0] if len(found) == 1 else optax.chain(*found)
         for name, found in groups.items()
     }
-    labels = _labels(params, rest, by_label, convolutions=options.version == 1)
+    labels = _labels(params, main, by_label, convolutions=options.version == 1)
     return [optax.partition(by_label, labels)]
 
 
@@ -230,7 +230,7 @@ def averaged(decay: float, *, corrected: bool = True) -> optax.GradientTransform
     """Return a transformation that keeps an exponential moving average of the weights.
 
     a_t = Σ_{s≤t} decay^{t−s} w_s / Σ_{s≤t} decay^{t−s}, where w_s are the weights after
-    step s of the steps taken. The initial weights have no part in a_t. Updates
+    the s-th step that was not skipped. The initial weights have no part in a_t. Updates
     pass unchanged.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-# Names of platforms, set by `lowered_for`; part of the key of jax's caches.
+# Platforms of `lowered_for`. If they change, jax traces and compiles again.
 _LOWERED_FOR = jax.make_user_context(())
 
 

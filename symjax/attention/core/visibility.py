@@ -80,7 +80,8 @@ class Visibility:
     def pairs(self) -> Bool[Array, "#B #N #t s"] | None:
         """Return True for the pairs in which the row sees the key; None means all."""
         (left, right), allowed = self.window, []
-        if self.mask is not None:  # one entry per key, since `count` sums over keys
+        if self.mask is not None:
+            # `count` sums over the axis of keys, so a mask with one entry is broadcast.
             shape = (*self.mask.shape[:3], self.key_positions.shape[1])
             allowed.append(jnp.broadcast_to(self.mask, shape))
         if left is not None:

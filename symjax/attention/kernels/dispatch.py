@@ -230,8 +230,8 @@ def run_named(
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
 
-    Of the tests in this module's docstring only test 4 is made. So kernels test the
-    device in their `refusal`. Without a TPU, kernels for TPUs are interpreted.
+    Only test 4 is made, so the kernel's `refusal` also checks the device. Without a
+    TPU, kernels for TPUs are interpreted.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.

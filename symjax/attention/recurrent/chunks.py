@@ -9,9 +9,11 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `layout` and `pad_into_spans` replace its key, its value and its operands by zeros.
   With β = 0 and a log-decay of 0 the delta rule neither erases, writes nor decays.
 - `visible` is False for it. Linear attention sets the features of its key to zero,
-  because φ(0) need not be 0. With a mask or segments a decay that all tokens share is
-  an operand (`decays.shared_or_per_token`). Otherwise it is a parameter, which is
-  applied once for each visible token and not for the padding.
+  because φ(0) need not be 0.
+
+A decay that all tokens share is a parameter if only the end of the last span is hidden.
+With a mask or segments it is an operand (`decays.shared_or_per_token`), which can be 0
+at a hidden token.
 
 A hidden token still has a row, which is computed from its query.
 """

@@ -191,7 +191,8 @@ def sums_from_weights(
     if arithmetic.bounded:
         # Bounded features begin with 1, so the first total is the number of keys in the
         # state. The first weight of a row is 1, or 0 if the row does not see the state.
-        # The |terms| of each key add up to at most 2.
+        # The |terms| of a key add up to at most 2, so those of a row add up to at most
+        # twice the number of keys.
         firsts = row[..., 0], state.total[..., 0]
         magnitude = 2 * jnp.einsum("bkgt,bk->bkgt", *firsts)
     elif arithmetic.signed:

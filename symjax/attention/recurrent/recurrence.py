@@ -89,16 +89,16 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        only_as_examples: run n chunks in parallel only by reshaping them into the batch
-            axis, to B · n examples. This is possible on a GPU if XLA does not split the
-            arrays over devices. Other devices run one chunk after the other, because
-            they could run them in parallel only by `jax.vmap`. `jax.vmap` does not help
+        only_as_examples: run n chunks in parallel only as B · n examples of the batch,
+            which needs a GPU on which XLA does not split the arrays. Other devices then
+            run one chunk after the other. For recurrences that `jax.vmap` over chunks
+            does not make faster:
 
-            - if `advance` has a branch that depends on data: both sides would be
-              computed;
-            - if `effect` costs as much as `advance`: for a TPU v5e the compiler
-              estimates 388 million cycles for the delta rule in parallel, and 367 for
-              one chunk after the other.
+            - `advance` has a branch that depends on data, of which `jax.vmap` would
+              compute both sides;
+            - `effect` costs as much as `advance`: for a TPU v5e the compiler estimates
+              388 million cycles for the delta rule in parallel, and 367 for one chunk
+              after the other.
     """
 
     parallel_chunks: bool = True

@@ -212,7 +212,7 @@ def _block(
     branches = [arrays]
     if lam is not None:
         branches = [arrays.branch(index, signals) for index in range(2)]
-    maps = []  # one per branch: XLA would copy one array of both maps to split it
+    maps = []  # an array per branch: XLA would copy an array of both to split it
     for branch in branches:
         visible = branch.visibility.pairs()
         found = row_weights(

@@ -8,8 +8,7 @@ where a is the attention map of a head: A, or A₁ − λA₂ in differential at
 weights may be negative. A share lies between 0 and 1. The tables also have the share of
 the uniform map, which gives the same weight to all keys that a row of the layer sees.
 If the share of a layer is larger than that of the uniform map, its attention favours
-these keys. The table of `noise` has a uniform share for the answer, and for no other
-set.
+these keys. In the table of `noise` only the answer has a uniform share.
 
     noise        shares on the answer, on the context and elsewhere: how much of the
                  attention goes to the tokens that matter
@@ -89,7 +88,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
         context    the last 16 keys, t included, except answers
         elsewhere  all other keys
     In an encoder that predicts masked tokens, for a masked position t:
-        answer     other positions that show the token hidden at t
+        answer     other positions that show the token masked at t
         context    the positions less than 8 away, except answers
         elsewhere  all other positions
     For rows of needles see `noise_of_needles`. The task is not defined for classifiers,
@@ -121,7 +120,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
     ]
     if not config.is_causal(run.config.model):
         text = [
-            "share of |A| of hidden tokens on other places that show the same token "
+            "share of |A| of masked tokens on other places that show the same token "
             "(answer),",
             f"on places less than {CONTEXT // 2} away except answers, itself included "
             "(context), and elsewhere",

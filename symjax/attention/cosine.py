@@ -39,8 +39,8 @@ def cosine(
     out[t] = Σ_s (1 + q̂_t·k̂_s) v_s / Σ_s (1 + q̂_t·k̂_s), with x̂ = x / (|x| + 1e-6)
 
     Query head n uses key head n // (N/K). Time O((T + S) H V). If there are no segments
-    and S ≤ (H + 1) V / (H + 1 + V), the weights [T S] are computed instead of a state
-    [H + 1, V], which would cost more. Sums run in float32 at least. Float32 must hold
+    and S ≤ (H + 1) V / (H + 1 + V), the weights [T S] are computed, since a state
+    [H + 1, V] would cost more. Sums run in float32 at least. Float32 must hold
     |x|², so entries may be up to 1e18. Gradients need queries and keys of length 1e-18
     or more. No ε is added to the denominator of a row. A row is zero if it sees no key,
     or if 1 + cos is below 2⁻²⁴, the rounding error of 1, for all its keys. With more

@@ -78,7 +78,8 @@ class DeltaRule:
     `solve_unit_lower` solves.
 
     Attributes:
-        fades: False if `delta_causal` got no log-decay. Only kernels read this field.
+        fades: False if `delta_causal` got no log-decay. Kernels then do not read the
+            zeros that replace it.
         erase_gates: whether erase gates were given, which no kernel supports.
     """
 

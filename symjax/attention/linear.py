@@ -48,8 +48,8 @@ def linear(
     out[t] = Σ_s φ(q_t)·φ(k_s) v_s / Σ_s φ(q_t)·φ(k_s)
 
     Query head n uses key head n // (N/K). Time O((T + S) M V). If there are no segments
-    and S ≤ M V / (M + V), the weights [T S] are computed instead of a state [M V],
-    which would cost more. Sums run in float32 at least. No ε is added to a denominator.
+    and S ≤ M V / (M + V), the weights [T S] are computed, since a state [M V] would
+    cost more. Sums run in float32 at least. No ε is added to a denominator.
     A row is zero if it sees no key, or if its denominator is 0 or only rounding error;
     the paragraph "Rounding" has an exception for "squared" and "taylor".
 

@@ -68,8 +68,8 @@ def performer(
                    cosine of query and key (`symjax.attention.slay`)
 
     Query head n uses key head n // (N/K). Time O((T + S) M (H + V)). If there are no
-    segments and S ≤ M V / (M + V), the weights [T S] are computed instead of a state
-    [M V], which would cost more. Sums run in float32 at least. A row that sees no key
+    segments and S ≤ M V / (M + V), the weights [T S] are computed, since a state [M V]
+    would cost more. Sums run in float32 at least. A row that sees no key
     is zero. No ε is added.
 
     Args:
@@ -126,7 +126,8 @@ def performer_causal(
     Kernels run on one device, or inside `jax.shard_map`. On TPUs they compute positive,
     hyperbolic, favor++ and favor#. On NVIDIA GPUs they compute all features except
     trigonometric ones, for value sizes 16, 32, 64 and 128. GPU kernels take bfloat16
-    arrays, multiply in TF32, and save a float32 state every 64 tokens. All kernels take
+    queries, keys and values. They multiply the features, which are float32, in TF32,
+    and save a float32 state every 64 tokens. All kernels take
     at most 1024 features. `jax.jvp` works only with relu and slay, and only if no
     kernel runs.
 

@@ -106,8 +106,8 @@ class Checkpoints:
         `restore` and `read_meta` begin with `settle`.
 
         If the last `restore` passed over newer checkpoints, for instance because they
-        are damaged, they are deleted: one with the number `step` before this save, the
-        others after it.
+        are damaged, they are deleted. One that has the number `step` is deleted first,
+        since its folder is needed, and the others once this save is complete.
 
         Args:
             trees: item name → pytree of arrays; empty trees and arrays are allowed.

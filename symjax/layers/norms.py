@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from symjax.attention.core.meshes import like_its_first
+from symjax.attention.core.meshes import sharded_like_first
 from symjax.attention.kernels.dispatch import run_heads
 from symjax.layers.sharded import Operand, heads_per_device
 
@@ -125,7 +125,7 @@ def _normalised_tangent(
     return _normalised(centred, epsilon, *primals), tangent
 
 
-@like_its_first
+@sharded_like_first
 def _orthogonal_part(
     change: Float[Array, "*B D"], unit: Float[Array, "*B D"]
 ) -> Float[Array, "*B D"]:

@@ -22,7 +22,7 @@ from symjax.layers.sharded import Operand, per_device, time_axis
 from symjax.models import transformer
 from symjax.models.build import Model
 
-# Most logits that are computed at once: 256 MiB in float32. GPUs take larger parts:
+# Largest number of logits computed at once: 256 MiB in float32. GPUs take larger parts:
 # each part reads and writes the gradient of the output layer, so few parts are faster.
 MOST_LOGITS = 2**26
 ON_GPU = 2**28

@@ -121,7 +121,7 @@ def on_any_mesh(
     return decorate
 
 
-def like_its_first(function: Callable[..., Array]) -> Callable[..., Array]:
+def sharded_like_first(function: Callable[..., Array]) -> Callable[..., Array]:
     """Decorate a function so that it runs on any mesh.
 
     All its arguments are arrays, and its result gets the sharding of the first.

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from symjax.attention.core.meshes import like_its_first
+from symjax.attention.core.meshes import sharded_like_first
 
 
-@like_its_first
+@sharded_like_first
 def segment_runs(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Return the number of the segment of each token, counted from 0."""
     return jnp.cumsum(id_changes(segment_ids), axis=1)

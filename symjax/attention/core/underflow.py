@@ -138,7 +138,7 @@ def exact_rows(
     by_key = keys, jnp.moveaxis(pairs[:, None, None], 4, 0)
 
     def exponents(key_and_pairs: tuple[LogFeatures, Array]) -> LogFeatures:
-        """Return the exponents of all rows with one key, feature by feature."""
+        """Return log φ(q)·φ(k) by feature, of all queries q and one key k."""
         key, seen = key_and_pairs
         return query.times_exp(key.exponent).where(seen)
 

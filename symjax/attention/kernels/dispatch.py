@@ -57,8 +57,8 @@ from symjax.attention.core.devices import (
     xla_keeps_arrays_whole,
 )
 from symjax.attention.core.meshes import (
-    like_its_first,
     on_any_mesh,
+    sharded_like_first,
     spec_of_rows,
     vary_alike,
 )
@@ -86,8 +86,8 @@ class Kernel(Protocol):
         """Return the rows of the call.
 
         The last argument is the fallback, which computes the same rows in XLA. GPU
-        kernels of features use it for rows that underflow. TPU kernels of features do
-        not compute the gradient of a random projection; the fallback does.
+        kernels of features call it for rows that underflow. TPU kernels of features
+        call it in the backward pass, for the gradient of a random projection.
         """
         ...
 
@@ -265,7 +265,7 @@ def run_heads(
     kernels = import_module("symjax.attention.kernels.tpu.heads")
     kernel = partial(getattr(kernels, name), static, False)
     call = partial(by_platform, tpu=kernel, default=fallback)
-    return like_its_first(call)(*vary_alike((x, *arrays)))
+    return sharded_like_first(call)(*vary_alike((x, *arrays)))
 
 
 def _raise_if_refused(name: str, kernel: Kernel, *arrays: Any) -> None:

@@ -128,9 +128,9 @@ class InXla:
 
         GPU kernels of features call it in a branch of a `jax.lax.cond` that runs if a
         row underflows. XLA compiles the branch and reserves its memory even if it never
-        runs. So the program is short, and its gradient stores only one state for every
-        `STORED_EVERY` tokens. For one group of these tokens at a time it also stores
-        the state before each token.
+        runs, so both are kept small. The program reads one token at a time. Its
+        gradient stores one state for every `STORED_EVERY` tokens, and computes the
+        states between them again, for one group of tokens at a time.
         """
         state = _start("", self.recurrence, parameters, None, tokens)
         state, span = vary_alike((state, layout(tokens)))

@@ -281,8 +281,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    Rows are divided inside `recompute_underflow`. The gradient of the division needs
-    the sums. Outside, the backward pass would run one more `jax.lax.cond` for them.
+    The division is inside `recompute_underflow`, because its gradient needs the sums.
+    After a division outside the backward pass would run one more `jax.lax.cond` to
+    compute the sums.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

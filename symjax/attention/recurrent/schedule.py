@@ -19,9 +19,9 @@ from symjax.attention.recurrent.chunks import (
 )
 from symjax.attention.recurrent.recurrence import ChunkwiseForm, Recurrence
 
-# Most tokens of an example in all chunks that run in parallel, to bound the memory.
+# Largest number of tokens per example that run in parallel. It bounds the memory.
 PARALLEL_TOKENS = 4096
-# The same limit if chunks become examples, on a GPU, for tokens · examples · query
+# On a GPU, where chunks become examples: largest number of tokens · examples · query
 # heads. At this limit the chunks take 3 to 6 GiB.
 PARALLEL_TOKENS_ON_GPU = 2**18
 

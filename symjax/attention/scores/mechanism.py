@@ -104,7 +104,8 @@ class ScoreMechanism:
 
         Time O(T S (H + V)) per head, and O(T (left + right) (H + V)) in a window. A
         causal call takes about 1/2 of this time in a kernel. In row blocks it takes
-        about 3/4 with up to 2,048 keys, and 9/16 with more. Memory is linear in T and
+        about 3/4 with up to 2,048 keys, and 9/16 with more, since hidden keys are left
+        out by groups of blocks (`scores.rows`). Memory is linear in T and
         S. It is quadratic with implementation "whole", and in cuDNN with segments.
 
         Without lam every query head is an output head: O = G = N. With lam and

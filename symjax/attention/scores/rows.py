@@ -4,8 +4,8 @@ A score mechanism provides one function, its row weights, which turns scores of 
 rows into weights. The engine
 
 1. divides the query rows into blocks,
-2. leaves out the keys that no row of an extent sees; an extent is a group of
-   consecutive blocks,
+2. leaves out the keys that causality or the window hides from all rows of an extent,
+   which is a group of consecutive blocks,
 3. computes scores, weights and the weighted sum of the values, block by block,
 4. wraps each block in `jax.checkpoint`: the backward pass computes a block again, and
    no [T S] map is saved. Memory is linear in T.
@@ -148,10 +148,11 @@ def widened(arrays: ScoreArrays) -> ScoreArrays:
 def _blocks(settings: ScoreSettings, arrays: ScoreArrays, rows: int) -> Array:
     """Return all rows, in blocks of `rows`.
 
-    Consecutive blocks form an extent and take the same keys: those that any of their
-    rows sees. Each extent is a loop over its blocks, compiled separately. There are at
-    most `settings.extents` extents, and at most two if `_two_suffice`. There is one if
-    the window has no bound, or if the position of row 0 is known only at run time.
+    Consecutive blocks form an extent and take the same keys: those that causality and
+    the window leave to any of their rows. Each extent is a loop over its blocks,
+    compiled separately. There are at most `settings.extents` extents, and at most two
+    if `_two_suffice`. There is one if the window has no bound, or if the position of
+    row 0 is known only at run time.
     """
     time = arrays.query.shape[2]
     count = -(-time // rows)

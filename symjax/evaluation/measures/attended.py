@@ -110,8 +110,10 @@ def noise(run: LoadedRun, options: Options) -> Result:
         context = context_pairs(answer, window.visible)
         return category_shares_of_layer(layer, answer, context, window.visible)
 
-    by_window = list(by_layer(run, options, measure).values())  # [layers, windows]
-    means = [nan_mean(np.concatenate(x, axis=-2), axis=-2) for x in by_window]
+    by_layer_and_window = list(
+        by_layer(run, options, measure).values()
+    )  # [layers, windows]
+    means = [nan_mean(np.concatenate(x, axis=-2), axis=-2) for x in by_layer_and_window]
     rows = [row for layer, x in enumerate(means) for row in _records(layer, x)]
     text = [
         "share of |A| on places that hold the next token (answer), on the last "
@@ -126,7 +128,7 @@ def noise(run: LoadedRun, options: Options) -> Result:
             "(context), and elsewhere",
         ]
         return Result({"noise": rows}, text, (_table(rows),))
-    figure = _answer_by_position_figure(by_window)
+    figure = _answer_by_position_figure(by_layer_and_window)
     return Result({"noise": rows}, text, (_table(rows),), (figure,))
 
 
@@ -268,7 +270,7 @@ def answer_pairs(window: Window) -> Pairs:
 
 
 def context_pairs(answer: Pairs, visible: Pairs, size: int = CONTEXT) -> Pairs:
-    """Return the last `size` keys of every row, itself included, except answers.
+    """Return, for each row t, the keys t − size + 1 … t that are no answers.
 
     In an encoder these are the keys less than size/2 positions away on either side.
     """

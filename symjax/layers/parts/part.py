@@ -1,9 +1,9 @@
 """`Part`: what a mechanism adds to its layer besides queries, keys and values.
 
 A mechanism that adds weights has a `Part` in a file here. `part_of` in
-`symjax.layers.parts.table` returns it: score mechanisms share the part `SCORES`, and
-others have a line in `PARTS`. The layer, its decoding state, conversion, cost, sharding
-and evaluation read the `Part`.
+`symjax.layers.parts.table` returns it: the line of the mechanism in `PARTS`, or else
+`SCORES` for score mechanisms and an empty `Part` for others. The layer, its decoding
+state, conversion, cost, sharding and evaluation read the `Part`.
 """
 
 from collections.abc import Callable

@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SYMJAX = ROOT / "symjax"
-# The rooms of symjax; docs/getting-started.md draws them upside down. Each room may
-# import from itself and from rooms of lines above it.
+# The parts of symjax, the lowest first; docs/getting-started.md draws the lowest last.
+# A part may import from itself and from lower parts.
 ORDER = (
     {"optional", "starting", "storage", "tables"},
     {"attention", "figures"},
@@ -25,7 +25,7 @@ ORDER = (
     {"evaluation"},
     {"programs"},
 )
-# Exceptions: what a room must not import although it is above.
+# Exceptions: lower parts that a part must not import.
 MAY_NOT = {
     "attention": {"optional", "starting", "storage"},
     "data": {"attention", "layers", "imports", "validation"},
@@ -86,7 +86,7 @@ def test_configuration_and_data_know_no_framework(module):
             assert module not in {name.split(".")[0] for name in imported(path)}
 
 
-def test_the_ground_never_says_flax():
+def test_attention_never_mentions_flax():
     for path in FILES:
         if room(path) == "attention":
             assert not re.search("flax", path.read_text(encoding="utf-8"), re.I)

@@ -174,8 +174,8 @@ def training_windows(
 
     - at the beginning and the end of the text, together at most two windows of tokens
       (in a mixture for each source, in a stream for each shard);
-    - with separate documents the first token of each, unless the separator before it
-      belongs to both of its documents (`shared`).
+    - with separate documents the first token of each, unless the separator is `shared`:
+      then the separator predicts the first token of the next document.
 
     Args:
         numbers: int64 [B], counted from the first row of the first step.

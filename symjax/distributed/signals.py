@@ -69,8 +69,8 @@ class Interrupts:
     def due(self) -> signal.Signals | None:
         """Return the signal that ends the run after this step; None if there is none.
 
-        The result is the same in all processes, so all must call this method at the
-        same places of the program. With several processes a signal is returned about a
+        All processes must call this method at the same places of the program: then the
+        result is the same in all. With several processes a signal is returned about a
         second after it was sent.
         """
         if not is_distributed():

@@ -276,7 +276,8 @@ class Attention(nnx.Module):
         Args:
             inputs: in decoding, the last inputs that each convolution has read. This
                 dict is updated in place.
-            padding_mask: True for tokens, False for padding, which comes after them.
+            padding_mask: True for tokens, False for padding, which comes after them
+                (`generate` moves it there).
             segments: documents; convolutions do not read across their borders.
             lengths: number of tokens in the document (or row) that each token belongs
                 to. Some rotations depend on it. By default it is the largest position

@@ -91,10 +91,10 @@ class RunContext(NamedTuple):
 
 
 def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """Return an entry for the first start of a run, and for each start after an update.
+    """Return an entry for each start of a run with other versions than the last start.
 
     An entry has the step that the run started from, the date (UTC), and the versions of
-    Python, symjax, jax and flax. An update changes one of these versions.
+    Python, symjax, jax and flax. The first start has an entry, too.
 
     Args:
         meta: metadata of the checkpoint that a resumed run starts from; None for a new

@@ -230,8 +230,8 @@ def run_named(
 ) -> Float[Array, "B N T V"]:
     """Return the rows of softmax by the kernel of this name.
 
-    Only test 4 is made, so the kernel's `refusal` also checks the device. Without a
-    TPU, kernels for TPUs are interpreted.
+    Tests 1 to 3 are not made, so the kernel's `refusal` checks the device itself.
+    Without a TPU, kernels for TPUs are interpreted.
 
     Raises:
         ValueError: the kernel does not support the call; the message says why.

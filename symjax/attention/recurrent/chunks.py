@@ -11,9 +11,9 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `visible` is False for it. Linear attention sets the features of its key to zero,
   because φ(0) need not be 0.
 
-A decay that all tokens share is a parameter if only the end of the last span is hidden.
-With a mask or segments it is an operand (`decays.shared_or_per_token`), which can be 0
-at a hidden token.
+A decay that all tokens share is a parameter if there are no mask and no segments;
+`decays.until_end` counts only visible tokens. With a mask or segments it is an operand
+(`decays.shared_or_per_token`), which can be 0 at a hidden token.
 
 A hidden token still has a row, which is computed from its query.
 """
@@ -230,11 +230,11 @@ def past_pairs(chunk: Chunk) -> Bool[Array, "#B T T"]:
 def through_segments(
     chunk: Chunk, state: Any, empty: Any
 ) -> tuple[Any, Any, Array | None, Array | None]:
-    """Return a state for the first rows of a chunk, and one for its last tokens.
+    """Return the states for the first and for the last segment of a chunk.
 
-    A state sums the tokens of one segment. The first rows of the chunk read `before`,
-    and its last tokens are added to `carried`. The other results say which rows and
-    which tokens these are.
+    A state sums the tokens of one segment. The rows of the first segment read `before`,
+    and the tokens of the last one are added to `carried`. The other results say which
+    rows and which tokens these are.
 
     Args:
         state: the state after the token before the chunk.

@@ -12,8 +12,8 @@ others less exact. A log-decay may be −∞: its token forgets everything befor
 
 Decays per head have blocks of up to 128 tokens, since short blocks are slow on
 accelerators. Decays per channel have about √T blocks in a chunk of T tokens. This
-balances two costs: pairs inside a block take one exponential per channel, and for other
-pairs keys are multiplied by a decay once per block of queries.
+balances two costs: inside a block an exponential per pair and channel, and between
+blocks a product of all earlier keys with their decays per block of queries.
 """
 
 from collections.abc import Callable

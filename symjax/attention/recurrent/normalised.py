@@ -282,8 +282,7 @@ def _fast_rows(
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
     The division is inside `recompute_underflow`, because its gradient needs the sums.
-    After a division outside the backward pass would run one more `jax.lax.cond` to
-    compute the sums.
+    If the division were outside, the backward pass would run one more `jax.lax.cond`.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -108,7 +108,7 @@ class ScoreMechanism:
         out by groups of blocks (`scores.rows`). Memory is linear in T and
         S. It is quadratic with implementation "whole", and in cuDNN with segments.
 
-        Without lam every query head is an output head: O = G = N. With lam and
+        Without lam each of the N query heads is an output head: O = G = N. With lam and
         r = `signals`, r signal heads and the noise head that they share are a group.
         Then there are G = N/(r + 1) groups and O = r G output heads.
 

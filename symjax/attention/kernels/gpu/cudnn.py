@@ -14,7 +14,8 @@ On an H200, 4 rows of 4096 tokens with 16 heads, key branches of 64 and values o
 took 4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferential`
 took 2.75 ms in the same run, so dispatch tries it before cuDNN.
 
-Segments become a mask of all pairs, two bytes each, so that memory is quadratic in T.
+Segments become a mask of all pairs, which `jax.nn` makes a bias of two bytes per pair,
+so that memory is quadratic in T.
 With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of
 rows. `CudnnSoftmax.refusal` lists the other arguments that are refused, such as masks.
 """

@@ -101,8 +101,8 @@ def differential(
 
     Cost. For score mechanisms XLA computes blocks of rows (`scores.rows`): it subtracts
     the two maps and multiplies the difference by the values once. On four CPU models
-    this took 0.93 to 1.14 times as long as softmax with N heads of size 2H, which has as
-    many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"` and
+    this took 0.93 to 1.14 times as long as softmax with N heads of size 2H, which has
+    as many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"` and
     mechanisms without scores compute two outputs and subtract them; a recurrence has a
     state per branch. A shared noise map is computed once in blocks of rows. All other
     ways compute it once for each of its r heads.

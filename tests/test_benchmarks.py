@@ -744,7 +744,7 @@ def test_a_conversion_first_trains_the_model_that_it_starts_from(tmp_path, monke
         "--text",
         str(text),
     ]
-    answers.main(["estimate", *words, "--out", str(tmp_path)])
+    answers.main(["estimate/convert", *words, "--out", str(tmp_path)])
     first, second = trained
     source = tmp_path / "text" / "performer-seed5"
     assert source in first and len(first) == len(second) == 4

@@ -91,7 +91,7 @@ def differential(
     (`symjax.layers.attention`).
 
     Grouped differential attention has `signals` = r > 1: r consecutive heads share one
-    noise map A₂, and each has its signal map A₁ and its λ. With m = min(K, N/r):
+    noise map A₂, and each has its own signal map A₁. With m = min(K, N/r):
 
         array   heads      order                                 N = 8, r = 4, K = 4
         query   N + N/r    r signal queries, their noise query   s s s s n s s s s n

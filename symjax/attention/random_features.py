@@ -109,11 +109,8 @@ def _estimating(
 
     Args:
         features: f, a function of w·x' for all rows w.
-        sign: depends on the mean of f(w·q')·f(w·k') over w:
-
-            mean                sign
-            exp(|q' + k'|²/2)   −1 (positive, hyperbolic)
-            exp(−|q' − k'|²/2)  +1 (trigonometric)
+        sign: −1 if the mean of f(w·q')·f(w·k') over w is exp(|q' + k'|²/2) (positive,
+            hyperbolic), and +1 if it is exp(−|q' − k'|²/2) (trigonometric).
         exponential: see `Features`.
     """
 

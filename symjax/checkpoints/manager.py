@@ -147,12 +147,11 @@ class Manager(ocp.CheckpointManager):
         super().__init__(directory, options=options)
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False: only `Interrupts` asks jax whether a SIGTERM came.
+        """Return False, so that Orbax does not ask jax whether a SIGTERM came.
 
         jax's `reached_preemption_sync_point` compares a counter over all processes.
-        `Interrupts.due` (distributed/signals.py) passes the number of its calls as this
-        counter. Orbax would pass the training step, and the run would stop at a wrong
-        time, or not at all.
+        `Interrupts.due` (distributed/signals.py) passes the number of its calls. If
+        Orbax also passed training steps, the run would stop at a wrong time, or never.
         """
         return False
 

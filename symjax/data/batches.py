@@ -100,7 +100,7 @@ class Examples:
         return f"{type(self).__name__}({self.size}, losses in nats/{self.unit})"
 
     def batch_reader(self, shape: Shape, *, seed: int, step: int) -> ReadRows:
-        """Return a function of (start, stop) that makes these rows of a training batch.
+        """Return a function (start, stop) → rows start … stop − 1 of a training batch.
 
         Args:
             shape: rows per batch, and tokens per row.

@@ -24,9 +24,8 @@ class Interrupts:
 
     With one process, the first signal (SIGINT or SIGTERM) is stored in `received`:
 
-    - during the steps the run completes all steps that it has started, saves and ends.
-      Python may have started a step while jax computes the one before, so up to two
-      steps are completed;
+    - during the steps the run completes the steps that it has started, saves and ends.
+      These are up to two, since jax runs steps asynchronously;
     - while the run waits for a batch it saves the last step and ends;
     - before the first step it ends without a checkpoint.
 

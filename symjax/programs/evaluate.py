@@ -24,8 +24,8 @@ from symjax.storage import check_writable, local_folder, resolve, resolve_url
 
 ABOUT = "Evaluate a checkpoint: python eval.py --workdir runs/diff_sym-tiny"
 NOTE = (
-    "Losses are in nats per token, answer or label. The JSON of a checkpoint is the "
-    "same bytes each time."
+    "Losses are in nats per token, answer or label. Evaluating a checkpoint again "
+    "writes the same JSON, byte for byte."
 )
 LONGEST = 2**20  # largest value of --lengths
 
@@ -107,7 +107,7 @@ def _parser() -> Parser:
         "--window",
         type=int,
         help="for tasks of attention maps: tokens of each held-out window; by default "
-        "as in training, at most 512",
+        "as in training, and for text at most 512",
     )
     add("--verify", action="store_true", help="first compare all data with its hashes")
     add(

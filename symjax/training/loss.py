@@ -27,9 +27,9 @@ from symjax.models.build import Model
 MOST_LOGITS = 2**26
 ON_GPU = 2**28
 # A sum Σ exp(logit) between 1/SAFE_SUM and SAFE_SUM needs no shift: it does not
-# overflow, and exponentials that underflow do not matter. With a vocabulary of 10⁵
-# tokens they add up to less than 1.6e-33, since each is below e⁻⁸⁷ = 1.6e-38. The
-# rounding error of the smallest sum is larger: 6e-33.
+# overflow, and exponentials that underflow add up to less than its rounding error. Each
+# is below e⁻⁸⁷ = 1.6e-38, so with a vocabulary of 10⁵ tokens they add up to less than
+# 1.6e-33. The rounding error of the smallest sum is 6e-33.
 SAFE_SUM = 1e25
 SCOPE = "token_losses"  # prefix of these operations in compiled programs
 

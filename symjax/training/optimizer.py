@@ -156,9 +156,9 @@ class Guarded(NamedTuple):
 
     Attributes:
         taken, skipped: numbers of steps.
-        norm: (1 − MEMORY) Σ_k MEMORYᵏ |g_k| over the steps taken. g_0 is the gradient
-            of the last step, g_1 that of the step before it. Divided by
-            1 − MEMORY^taken, `norm` is the running mean of the norms.
+        norm: exponential moving average of the gradients' norms over the steps taken,
+            with factor MEMORY and start 0. Division by 1 − MEMORY^taken removes the
+            bias of the start.
         inner: state of the optimizer itself.
     """
 

@@ -94,9 +94,9 @@ class Features(NamedTuple):
             terms cancel less. For example, with m the mean of all keys, q·k is the
             product of [q·m, q] and [1, k − m]. Only bidirectional attention can use
             them, since it knows all keys. The first feature of every key must be 1.
-        bounded: whether the first feature is 1 and the others are a vector of length 1
-            at most, as in cosine. Then no weight φ(q)·φ(k) is negative, and its |terms|
-            sum to at most 2. GPU kernels take such maps even if features change sign.
+        bounded: whether φ = [1, u] with |u| ≤ 1, as in cosine. Then no weight φ(q)·φ(k)
+            is negative, and its |terms| sum to at most 2. GPU kernels take such maps
+            even if features change sign.
         elementwise: whether each feature is a function of one channel and is never
             negative.
         in_kernels: whether kernels may compute elementwise features; otherwise XLA

@@ -5,8 +5,8 @@ of each family. Softmax is the family "softmax"; other score mechanisms have no 
 The family of a recurrence is its attribute `kernel`. The first kernel of the family
 that passes all of these tests computes the call:
 
-1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU of v4 or later
-   without jax's 64-bit types, or an NVIDIA GPU with bfloat16 tensor cores.
+1. The program may run on the platform of the kernel (`PLATFORMS`): a TPU v4 or later
+   with jax_enable_x64 off, or an NVIDIA GPU with bfloat16 tensor cores.
 2. XLA does not split the arrays over devices, since it cannot split a kernel: there is
    one device, or the call is inside `jax.shard_map` (`devices.xla_keeps_arrays_whole`).
    On a mesh of several devices layers call mechanisms in a `jax.shard_map`
@@ -72,10 +72,11 @@ from symjax.attention.core.products import TILE
 
 
 class Kernel(Protocol):
-    """A kernel. It holds the static settings of a call, and is hashable.
+    """A kernel. It holds the static part of a call, and is hashable.
 
-    The settings are a recurrence or `ScoreSettings`. Methods take the arrays of the
-    call: `ScoreArrays` of scores, or the `Tokens` and parameters of a recurrence.
+    This part is the recurrence, or the `ScoreSettings` of a score mechanism. Methods
+    take the arrays of the call: `ScoreArrays` of scores, or the `Tokens` and parameters
+    of a recurrence.
     """
 
     def refusal(self, *arrays: Any) -> str | None:

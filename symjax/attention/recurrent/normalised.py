@@ -126,7 +126,7 @@ class Normalised:
         """Return the state after a chunk, and its rows [B T K G V].
 
         Rows that underflow are computed again. In a chunk of one token no row
-        underflows, since there is no later key.
+        underflows: there is neither a later key nor another segment.
 
         Args:
             divided: False returns `RowSums` instead of rows.

@@ -126,8 +126,9 @@ class ScoreMechanism:
             length_base: multiply the scores of a row by log n / log length_base, where
                 n is the number of keys that the row sees, but at least 16
                 (entropy-invariant scaling). None or 0 turns it off.
-            length_scale: another law of length instead of length_base, applied before
-                biases are added (see `symjax.attention.core.lengths`):
+            length_scale: another way in which scores depend on n, instead of
+                length_base. It is applied before biases are added (see
+                `symjax.attention.core.lengths`):
 
                 - "floor": times 1 + 0.1 log(1 + ⌊n / 8192⌋), as in Llama 4.
                 - "distance": the score z becomes a z + 1 − a² at distance d, with

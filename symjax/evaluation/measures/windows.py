@@ -14,7 +14,7 @@ from symjax.evaluation.results import Options
 
 WINDOWS = 4  # the most held-out windows that are read
 IMAGES = 32  # the most images, which have few tokens
-CANDIDATES = 8  # windows read for each one kept, to find some within one document
+CANDIDATES = 8  # times as many windows are read as are kept: some span documents
 LONGEST = 512  # the most tokens of a window of text if --window is not given
 
 # Token ids of a row, negative at padding; or an image.

@@ -10,6 +10,7 @@ from symjax import config
 from symjax.evaluation.measures.branches import branch_gradients
 from symjax.models.build import attentions
 from symjax.models.decoder import Decoder
+from symjax.models.encoder import Encoder
 from symjax.training.loss import objective
 
 DEPTH, TIME, WIDTH = 2, 11, 12
@@ -102,3 +103,19 @@ def test_both_gradients_add_up_to_that_by_all_queries_and_keys(batch, chosen):
         scale = float(jnp.abs(total).max())
         np.testing.assert_allclose(first + second, total, atol=2e-5 * scale)
         assert jnp.abs(second).max() > 0.01 * scale
+
+
+def test_both_gradients_of_a_classifier_add_up(batch):
+    """The hidden state of a classifier is the mean over tokens [B 1 D]."""
+    attention = config.Attention(differential="v1")
+    sizes = {"width": WIDTH, "depth": DEPTH, "heads": 3, "length": TIME}
+    options = config.Model(
+        kind="encoder", vocabulary=10, classes=4, attention=attention, **sizes
+    )
+    model = Encoder(options, rngs=nnx.Rngs(1))
+    batch = batch[0], jnp.array([[1], [3]])
+    wanted = projected_gradients(model, batch, 2)
+    for layer, pair in gradients_of(model, batch).items():
+        for gradient, of_branch in zip(pair, wanted[layer], strict=True):
+            scale = float(jnp.abs(of_branch).max())
+            np.testing.assert_allclose(gradient, of_branch, atol=2e-5 * scale)

@@ -92,8 +92,8 @@ def branch_gradients(
 ) -> dict[int, tuple[Float[Array, "B T D"], Float[Array, "B T D"]]]:
     """Return (g₁, g₂) of the mean loss for every differential layer, by its index.
 
-    A universal model has an entry for each step. Time and memory O(B N T²) per layer,
-    besides those of a training step.
+    A universal model has an entry for each step. Memory O(B N T²) per layer, and time
+    O(B N T³), besides those of a training step.
 
     Args:
         graph, weights: of a model, from `nnx.split`.
@@ -101,8 +101,11 @@ def branch_gradients(
     """
     model = nnx.merge(graph, weights)
     layers = [x for x in attentions(model) if x.mixer.differential != "none"]
-    length = jax.eval_shape(model.hidden, inputs).shape[1]
-    zeros = [jnp.zeros(_output_shape(x.mixer, len(inputs), length)) for x in layers]
+    read = []  # shapes [B T D] of what the layers read; a classifier's hidden has T = 1
+    jax.eval_shape(
+        lambda: model.hidden(inputs, watch=lambda _, x, *__: read.append(x.shape))
+    )
+    zeros = [jnp.zeros(_output_shape(x.mixer, *read[0][:2])) for x in layers]
 
     def loss(shifts: list[Array]) -> tuple[Array, list[Any]]:
         model, calls, rest = nnx.merge(graph, weights), [], iter(shifts)

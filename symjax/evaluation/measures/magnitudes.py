@@ -103,7 +103,7 @@ def gradients(run: LoadedRun, options: Options) -> Result:
     tables = [table("gradients", columns, rows)] if rows else []
     if branches := compared_branches(run, options):
         columns = ("layer", "cosine of g₁ and g₂", "|g₂| ÷ |g₁|")
-        tables.append(table("gradients of branches", columns, branches))
+        tables.append(table("gradients_branches", columns, branches))
     return Result({"gradients": rows, "branches": branches}, text, tuple(tables))
 
 

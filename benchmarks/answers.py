@@ -11,8 +11,9 @@ OUT/QUESTION-TASK, as `symjax.programs.compare` writes it; differences are to th
 model.
 
 --text is the text of the tasks `text`, `deep`, `convert` and `recover`. Other words
---config.KEY=VALUE apply to every run, for instance --config.steps=100 for a trial. Give
-a trial another --out, since other keys are refused in the folder of a run.
+--config.KEY=VALUE apply to every run, for instance --config.steps=300 for a trial
+(models with a transfer need more than its 200 steps). Give a trial another --out, since
+other keys are refused in the folder of a run.
 """
 
 import argparse
@@ -47,7 +48,6 @@ MODELS = {
     "grouped_symmetric": "symmetric=plain differential=v1 signals=4",
     "kv": "symmetric=kv",
     "qkv": "symmetric=qkv",
-    "symmetric_start": "symmetric_initial=true",
     # The difference, and its controls.
     "differential": "differential=v1",
     "differential_v2": "differential=v2",

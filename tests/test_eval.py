@@ -211,6 +211,7 @@ def test_nothing_in_the_workdir_is_touched(workdir):
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--window", "64", "--tasks", "loss"], "--window is for noise, self_share"),
         (["--rope_scaling", "ntk"], "--rope_scaling 'ntk' is unknown: choose from lin"),
+        (["--rope_scaling", ","], "--rope_scaling ',' is unknown: choose from lin"),
         (
             ["--rope_scaling", "yarn", "--tasks", "loss"],
             "--rope_scaling is for the task length, which --tasks loss leaves out",

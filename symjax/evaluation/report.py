@@ -44,7 +44,8 @@ def to_text(result: Result) -> str:
 
 def to_csv(table: Table) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([table.columns, *table.rows])
+    rows = [table.columns, *_without_nan(table.rows)]
+    csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
@@ -136,7 +137,7 @@ def write(content: bytes, path: Path | epath.Path, flag: str) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by None."""
+    """Replace NaN and infinities by None, which JSON, CSV and tables can show."""
     if isinstance(value, Mapping):
         return {key: _without_nan(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -147,11 +148,12 @@ def _without_nan(value: Any) -> Any:
 
 def _cells(table: Table) -> list[list[str]]:
     """Return the names of the columns and the rows, as text."""
-    return [list(map(_cell_text, row)) for row in (table.columns, *table.rows)]
+    rows = table.columns, *_without_nan(table.rows)
+    return [list(map(_cell_text, row)) for row in rows]
 
 
 def _cell_text(cell: Cell) -> str:
-    if cell is None or (isinstance(cell, float) and math.isnan(cell)):
+    if cell is None:
         return "-"
     if not isinstance(cell, float):
         return str(cell)

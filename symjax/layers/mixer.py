@@ -286,16 +286,21 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
     mechanism = config.mechanism_of(options, depth)
     chosen = mechanism_options(options, depth)
     gated = attention.MECHANISMS[mechanism].gated
-    return Mixer(
+    mixer = Mixer(
         mechanism,
         chosen,
         gated_sizes(options) if gated else sizes(options),
         config.is_causal(options),
         jnp.dtype(options.dtype),
-        options.attention.differential,
-        options.positions == "alibi",
-        not gated and options.attention.symmetric in SHARED,
-        options.attention.signals,
+    )
+    if gated:  # keys of heads are for the other layers of model.pattern
+        return mixer
+    return replace(
+        mixer,
+        differential=options.attention.differential,
+        alibi=options.positions == "alibi",
+        keys_from_values=options.attention.symmetric in SHARED,
+        signals=options.attention.signals,
     )
 
 

@@ -144,13 +144,18 @@ def _check_ranges(chosen: argparse.Namespace) -> None:
 
 
 def _rope_kinds(text: str) -> tuple[str, ...]:
-    """Return the kinds of RoPE scaling. Raises: ValueError: a kind is unknown."""
-    kinds = tuple(filter(None, map(str.strip, text.split(","))))
-    if unknown := [kind for kind in kinds if kind not in SCALED]:
-        raise ValueError(
-            f"--rope_scaling {unknown[0]!r} is unknown: choose from {', '.join(SCALED)}"
-        )
-    return kinds
+    """Return the kinds of RoPE scaling, each once; () for an empty text.
+
+    Raises:
+        ValueError: a kind is unknown, or the text has only commas.
+    """
+    kinds = list(filter(None, map(str.strip, text.split(","))))
+    for kind in kinds or [text] * bool(text):
+        if kind not in SCALED:
+            raise ValueError(
+                f"--rope_scaling {kind!r} is unknown: choose from {', '.join(SCALED)}"
+            )
+    return tuple(dict.fromkeys(kinds))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

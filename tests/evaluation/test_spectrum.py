@@ -10,7 +10,7 @@ from symjax import config
 from symjax.evaluation import tasks
 from symjax.evaluation.measures import chains, spectrum
 from symjax.evaluation.measures.reading import read
-from symjax.evaluation.report import to_text
+from symjax.evaluation.report import to_csv, to_text
 from symjax.evaluation.results import Options, Result, Table
 from symjax.models.build import build
 
@@ -72,6 +72,7 @@ def test_one_token_has_neither_a_second_singular_value_nor_a_cosine():
     table = Table("cosines", ("of", "cosine", "σ₁/σ₂", "rank"), [row])
     printed = to_text(Result({}, [], (table,)))
     assert printed.split()[-4:] == ["0", "-", "-", "2.5000"]
+    assert to_csv(table).splitlines()[1] == "layer 0,,,2.5"
 
 
 def measured(kind, attention=None, **changes):
@@ -151,3 +152,11 @@ def test_what_has_no_chain_is_said():
     assert finding.values["spectrum"]["chains"][0]["balance_error"] < 1e-5
     mixed, _ = measured("decoder", pattern=("softmax", "linear"))
     assert [row["layer"] for row in mixed.values["spectrum"]["chains"]] == [0]
+
+
+def test_layers_of_different_sizes_share_a_figure():
+    """A gated layer has larger heads than the other layers of model.pattern."""
+    curves = {(0, "QKᵀ"): [4.0, 2.0, 1.0], (1, "QKᵀ"): [8.0, 2.0]}
+    figure = spectrum._spectra_figure(curves)
+    assert figure.series == {"QKᵀ": ([1.0, 2.0], [1.0, 0.375])}
+    assert figure.bands == {"QKᵀ": ([1.0, 0.25], [1.0, 0.5])}

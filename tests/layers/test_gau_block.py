@@ -183,3 +183,22 @@ def test_what_a_block_does_not_know_is_refused_by_name(choice, words):
         rest = {name: x for name, x in choice.items() if name != "mechanism"}
         other = "linear" if "chunk_size" in rest else "softmax"
         block(mechanism, pattern=(mechanism, other), **rest)
+
+
+@pytest.mark.parametrize("mechanism", ["gau", "flash"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"differential": "v1"},
+        {"differential": "v2"},
+        {"differential": "v1", "signals": 3},
+        {"symmetric": "kv"},
+    ],
+    ids=str,
+)
+def test_choices_for_heads_do_not_reach_a_gated_block_of_a_pattern(mechanism, choice):
+    beside = block(mechanism, pattern=(mechanism, "softmax"), heads=3, **choice)
+    alone = block(mechanism, heads=3)
+    np.testing.assert_array_equal(apply(beside, inputs()), apply(alone, inputs()))
+    state = beside.init_cache(2, LENGTH), alone.init_cache(2, LENGTH)
+    jax.tree.map(np.testing.assert_array_equal, *state)

@@ -38,7 +38,7 @@ from symjax.evaluation.measures.reading import (
     read,
     visible_by_layer,
 )
-from symjax.evaluation.measures.windows import Window
+from symjax.evaluation.measures.windows import Window, check_window
 from symjax.evaluation.results import (
     Options,
     Result,
@@ -171,6 +171,8 @@ def noise_of_needles(run: LoadedRun, options: Options) -> Result:
 
     Source: Ye et al. 2024, arXiv:2410.05258, table 3.
     """
+    if options.window is not None:
+        check_window(run, options.window)
     data, length, model = run.config.data, run.config.model.length, run.decoder()
     count, visible = min(options.batches or ROWS, ROWS), visible_by_layer(model, length)
     measured = []  # [depths, rows, layers, maps + 1, 3]

@@ -136,19 +136,18 @@ def _by_branch(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """Return (g₁, g₂) of a layer from the gradient for the output of its mixer."""
 
-    def maps(x: Array) -> Float[Array, "B N P T T"]:
+    def maps(x: Array) -> tuple[Float[Array, "B N P T T"], tuple[Array, Array]]:
         operands = operands_of(layer, x, padding_mask)
+        constant = operands["value"].array, operands["lam"].array
         mixer, operands = in_own_pairs(layer.mixer, operands)
         weights = each_branch(partial(map_of, mixer), operands, mixer.differential)
-        return weights.astype(jnp.float32)
+        return weights.astype(jnp.float32), constant
 
-    operands = operands_of(layer, x, padding_mask)
-    value, lam = operands["value"].array, operands["lam"].array
+    _, pull, (value, lam) = jax.vjp(maps, x, has_aux=True)
     heads = layer.mixer.sizes.heads
     value = repeat(value, "b s k v -> b s (k g) v", g=heads // value.shape[2])
     of_map = jnp.einsum("btnv,bsnv->bnts", gradient, value)
     lam = jnp.swapaxes(jnp.broadcast_to(lam, (*x.shape[:2], heads)), 1, 2)
-    _, pull = jax.vjp(maps, x)
     none = jnp.zeros_like(of_map)
     (first,) = pull(jnp.stack([of_map, none], axis=2))
     (second,) = pull(jnp.stack([none, -lam[..., None] * of_map], axis=2))

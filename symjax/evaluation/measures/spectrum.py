@@ -120,7 +120,8 @@ def _spectra_figure(curves: dict[tuple[int, str], list[float]]) -> Lines:
     for name in dict.fromkeys(name for _, name in curves):
         layers = [x for (_, other), x in curves.items() if other == name and x[0] > 0]
         if layers:
-            shares = np.array([np.array(x) / x[0] for x in layers])
+            least = min(map(len, layers))  # gated layers have larger heads
+            shares = np.array([np.array(x[:least]) / x[0] for x in layers])
             median = np.median(shares, axis=0)
             shares, median = (x[..., median > SMALLEST] for x in (shares, median))
             series[name] = list(map(float, range(1, median.size + 1))), median.tolist()

@@ -53,7 +53,7 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     whole = run.examples.fixed_length or model.length <= LONGEST
     length = model.length if whole else LONGEST
     if options.window is not None:
-        _check_window(run, options.window)
+        check_window(run, options.window)
         length = options.window
     most = IMAGES if model.patch else WINDOWS
     count = min(options.batches or most, most)
@@ -65,7 +65,7 @@ def heldout_rows(run: LoadedRun, options: Options) -> list[Row]:
     return [(inputs[0], targets[0]) for inputs, targets, _ in batches]
 
 
-def _check_window(run: LoadedRun, length: int) -> None:
+def check_window(run: LoadedRun, length: int) -> None:
     """Check that there are held-out rows of `length` tokens. Raises: ValueError."""
     model, longest = run.config.model, run.examples.longest
     if run.examples.fixed_length and length != model.length:

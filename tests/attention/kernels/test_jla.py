@@ -279,6 +279,12 @@ def test_maps_are_read_without_it():
 
 
 COMPILED = {
+    "gla": lambda query, key, value, gate: decay_causal(
+        query, key, value, gate, implementation="jla"
+    ),
+    "deltanet": lambda query, key, value, gate: delta_causal(
+        *(query, key, value, jax.nn.sigmoid(gate[..., 0])), implementation="jla"
+    ),
     "simple_gla": lambda query, key, value, gate: decay_causal(
         query, key, value, gate[..., 0], implementation="jla"
     ),

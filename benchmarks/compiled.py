@@ -49,7 +49,7 @@ from symjax.models.chips import Chip  # noqa: E402
 from symjax.models.cost import train_flops  # noqa: E402
 from symjax.programs.configuration_file import load_config  # noqa: E402
 from symjax.training import sharding  # noqa: E402
-from symjax.training.step import Program, compile_program  # noqa: E402
+from symjax.training.step import Program, build_program  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = "gpt:1b,diff:1b,diff_sym:1b,diff_v2:1b,performer:1b,gla:1b,delta:1b"
@@ -267,7 +267,7 @@ def program_of(name: str, target: targets.Target) -> tuple[config.Config, Progra
     options = validation.from_dict(tree)
     mesh = sharding.make_mesh(options.mesh, target.devices)
     separate = config.is_causal(options.model)  # encoders read documents joined
-    return options, compile_program(options, mesh, separate=separate)
+    return options, build_program(options, mesh, separate=separate)
 
 
 def step_figures(

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # configs are not install
 from symjax import validation
 from symjax.config import Config
 from symjax.training import sharding
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 VOCABULARY = 256
 MODELS = "gpt:3l", "diff:3l", "performer:3l", "gpt:tiny", "delta:tiny"
@@ -43,7 +43,7 @@ def text_for(options: Config) -> np.ndarray:
 
 def training_step(options: Config, text: np.ndarray) -> tuple[Callable, int]:
     """Return a function that runs one step, and the number of parameters."""
-    program = compile_program(options, sharding.make_mesh(options.mesh))
+    program = build_program(options, sharding.make_mesh(options.mesh))
     rows = program.place(
         (options.batch_size, options.model.length),
         lambda i, j: tuple(

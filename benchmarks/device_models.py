@@ -16,7 +16,7 @@ from symjax.evaluation.measures.speed import decoding
 from symjax.models.chips import chip_of
 from symjax.models.cost import train_flops
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 DECODED = "125m"  # the size of the models that are decoded
 
@@ -79,9 +79,7 @@ def step_speed(name: str, documents: str, sizes: Sizes) -> dict[str, Any]:
     kind, _, size = name.partition(" ")
     model, separate = models(size, sizes)[kind], bool(documents)
     options = config.Config(model=model, batch_size=sizes.batch)
-    program = compile_program(
-        options, make_mesh(config.Mesh(data=1)), separate=separate
-    )
+    program = build_program(options, make_mesh(config.Mesh(data=1)), separate=separate)
     shape = (sizes.batch, model.length)
     random = np.random.default_rng(0)
     text = random.integers(0, model.vocabulary, shape, np.int32)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # configs are not install
 from symjax import validation
 from symjax.data.documents import SegmentedTokens
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 DOCUMENTS = 4  # per row
 
@@ -50,7 +50,7 @@ def seconds(name: str, length: int, rounds: int) -> list[float]:
     tree = importlib.import_module(f"configs.{name}").get_config("tiny")
     tree.model.update(vocabulary=256, length=length)
     options = validation.from_dict(tree.to_dict())
-    program = compile_program(options, make_mesh(options.mesh))
+    program = build_program(options, make_mesh(options.mesh))
     shape = options.batch_size, length
     tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
     ids = np.broadcast_to(np.arange(length) * DOCUMENTS // length, shape)

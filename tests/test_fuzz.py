@@ -14,7 +14,7 @@ import runs
 
 from symjax import config, validation
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 CASES = 400
 FIELDS = {name: (kind, field) for name, kind, field in validation.fields()}
@@ -231,7 +231,7 @@ def test_any_configuration_is_refused_by_a_line_or_makes_a_training_step(seed):
             small = replace(options.model, depth=min(options.model.depth, 2))
             small = replace(small, vocabulary=max(small.vocabulary, 1))
             options = replace(options, model=small, mesh=config.Mesh(data=1))
-            program = compile_program(options, make_mesh(options.mesh))
+            program = build_program(options, make_mesh(options.mesh))
             tokens = jax.ShapeDtypeStruct((32, options.model.length), "int32")
             key = jax.eval_shape(lambda: jax.random.key(0))
             with jax.set_mesh(program.mesh):

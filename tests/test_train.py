@@ -18,7 +18,7 @@ from symjax.data.corpus import open_corpus
 from symjax.evaluation.loading import load
 from symjax.training import compile
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -293,7 +293,7 @@ def logged(workdir):
 def arrays(workdir):
     """Return every array of the newest checkpoint by path."""
     options = load(workdir).config
-    program = compile_program(options, make_mesh(options.mesh))
+    program = build_program(options, make_mesh(options.mesh))
     abstract = {"params": program.state.params, "optimizer": program.state.optimizer}
     trees, meta = Checkpoints(workdir / "checkpoints").restore(abstract)
     assert meta["step"] == 20

@@ -209,8 +209,8 @@ def _difference(
     # for each (k, p), so query heads are moved to the order (k, p, g). V2 has a key
     # head for each k: the order stays.
     groups = {"k": value.shape[2], "p": 2}
-    branches = key.shape[2] // value.shape[2]
-    order = "(k p g)" if branches == 2 else "(k g p)"
+    keys_per_value = key.shape[2] // value.shape[2]  # 2 in V1, 1 in V2
+    order = "(k p g)" if keys_per_value == 2 else "(k g p)"
     for name, array in differing.items():
         array = jnp.repeat(array, signals, axis=1)
         array = repeat(array, f"b (k g) t s -> b {order} t s", **groups)
@@ -218,7 +218,7 @@ def _difference(
         options = {**options, name: array.ravel() if by_head else array}
     query = rearrange(query, f"b t (k g p) h -> b t {order} h", **groups)
     wide = jnp.promote_types(value.dtype, jnp.float32)
-    repeated = repeat(value.astype(wide), "b t k v -> b t (k p) v", p=branches)
+    repeated = repeat(value.astype(wide), "b t k v -> b t (k p) v", p=keys_per_value)
     result = attend(query, key, repeated, **options)
     output, *state = result if isinstance(result, tuple) else (result,)
     pairs = rearrange(output, f"b t {order} v -> p b t (k g) v", **groups)

@@ -158,10 +158,10 @@ def _spherical(x: Array, random: FeatureParameters) -> LogFeatures:
     """Return the features of SLAY, which depend on the direction of x alone.
 
     The features are at most exp(√(2s) |w|), with |w| about √H. The nodes s of the
-    quadrature (`slay`) have √(2s) ≤ 1.85. Float32 holds numbers up to e⁸⁸, and
-    1.85 · 39 + ln 10⁶ is 86: up to |w| = 39 sums of a million features need no
-    exponent. Products do not overflow: `Normalised.prepare` first divides a query by
-    its largest feature.
+    quadrature (`slay`) have √(2s) ≤ 1.85. So up to |w| = 39 a feature is at most
+    e^(1.85 · 39), and a sum of a million features at most e⁸⁶. Float32 holds numbers up
+    to e⁸⁸, so no exponent is needed. Products do not overflow: `Normalised.prepare`
+    first divides a query by its largest feature.
     """
     direction = over_root(x, squared_length(x))
     one = random._replace(scale=jnp.ones((), x.dtype), offset=None)

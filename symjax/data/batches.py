@@ -26,7 +26,7 @@ from symjax.data.store.packed import PackedArray
 from symjax.data.store.stream import GrowingArray, Stream
 from symjax.data.tokens import Tokenizer
 
-Tokens = np.ndarray | PackedArray | GrowingArray
+TokenArray = np.ndarray | PackedArray | GrowingArray
 Shape = tuple[int, int]  # rows per batch, tokens per row
 # (start, stop) → these rows of one batch: inputs (an array or `SegmentedTokens`),
 # targets int32 and, for held-out rows, weights float32.
@@ -155,7 +155,7 @@ def _row_numbers(shape: Shape, index: int, start: int, stop: int) -> np.ndarray:
 
 
 def training_windows(
-    tokens: Tokens,
+    tokens: TokenArray,
     numbers: np.ndarray,
     length: int,
     seed: int,
@@ -230,7 +230,7 @@ def window_starts(size: int, numbers: np.ndarray, length: int, seed: int) -> np.
 
 
 def shard_starts(
-    tokens: Tokens, numbers: np.ndarray, length: int, seed: int, shard: int
+    tokens: TokenArray, numbers: np.ndarray, length: int, seed: int, shard: int
 ) -> np.ndarray:
     """Places int64 [B] of the first tokens of rows, in a text made of shards.
 
@@ -263,7 +263,7 @@ def shard_starts(
 
 
 def heldout_windows(
-    tokens: Tokens,
+    tokens: TokenArray,
     numbers: np.ndarray,
     length: int,
     *,
@@ -292,7 +292,7 @@ def heldout_windows(
 
 
 def _cut_windows(
-    starts: np.ndarray, tokens: Tokens, length: int
+    starts: np.ndarray, tokens: TokenArray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets int32 [B, length] of the windows that begin at starts [B].
 
@@ -308,7 +308,7 @@ def _cut_windows(
 
 
 def weighted_windows(
-    starts: np.ndarray, tokens: Tokens, length: int
+    starts: np.ndarray, tokens: TokenArray, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, targets and weights of the windows that begin at starts [B].
 

@@ -42,8 +42,7 @@ class Boundaries(NamedTuple):
 
         In the text "end A end B end" of two sources A and B, source A is "end A end"
         and source B is "end B end": they share one token. With other boundaries they
-        share none. A token `between` A and B is the last of A's document, but is
-        written when B begins, and counts to the range of source B.
+        share none.
         """
         return int(self.shared and self.after is not None)
 

@@ -144,7 +144,7 @@ def open_corpus(
             options, directory, _pack, replace=replace, format=format
         )
     heldout = manifest["fingerprint"]["heldout"]
-    judged = manifest.get("judged", heldout)  # older versions counted all tokens
+    of_targets = manifest.get("judged", heldout)  # older versions counted all tokens
     ends = {x: parts[f"{x}_ends"] for x in SPLITS if f"{x}_ends" in parts}
     if options.documents == "joined":  # a stream writes the ends in any case
         ends = {}
@@ -155,7 +155,7 @@ def open_corpus(
         tokenizer=tokens.from_description(manifest["tokenizer"]),
         fingerprint=manifest["fingerprint"],
         references=manifest["ngrams"],
-        bytes_per_token=judged["bytes"] / judged["tokens"],
+        bytes_per_token=of_targets["bytes"] / of_targets["tokens"],
         start=manifest.get("document_start"),
         shared=manifest.get("shared", False),
         parts=tuple(

@@ -25,7 +25,7 @@ from symjax.training import sharding, transfer
 from symjax.training.compile import compiled_step, use_compile_cache
 from symjax.training.preflight import with_vocabulary
 from symjax.training.sharding import shard_bytes
-from symjax.training.step import Program, compile_program
+from symjax.training.step import Program, build_program
 
 MIB = 2**20
 CONTEXTS = (512, 2048, 8192, 32768)  # tokens of a text that the model continues
@@ -59,7 +59,7 @@ def describe(options: config.Config, target: str | None = None) -> str:
         examples = open_examples(options, Path(folder))
         examples.check_length(options.model.length)
         options = with_vocabulary(options, examples)
-    program = compile_program(options, mesh, separate=examples.separate)
+    program = build_program(options, mesh, separate=examples.separate)
     lines = [
         *_weights_table(program.state.params),
         "",

@@ -26,7 +26,7 @@ from symjax.training.preflight import (
 )
 from symjax.training.saved import check_average, language_of, restored
 from symjax.training.sharding import make_mesh
-from symjax.training.step import Program, compile_program
+from symjax.training.step import Program, build_program
 
 
 class LoadedRun(NamedTuple):
@@ -109,7 +109,7 @@ def load(
             check_average(options, workdir)
         examples = _examples(options, workdir, meta, text)
         options = with_vocabulary(options, examples)
-        program = compile_program(options, make_mesh(Mesh(data=1)))
+        program = build_program(options, make_mesh(Mesh(data=1)))
         like = program.state, program.constants
         trees, meta = restored(checkpoints, *like, ema, step, best=best)
     origin = {"workdir": workdir, "data": meta.get("data") or {}, "ema": ema}

@@ -77,8 +77,8 @@ class Attention(nnx.Module):
 
     With `symmetric` kv, values are the projected keys before norms and rotations; with
     qkv they are the projected queries. In V1 the value of a head is then the
-    concatenation of the keys (or queries) of its two branches. The cache of a score
-    mechanism then holds the values alone, and `keys_of` makes the keys from them.
+    concatenation of the keys (or queries) of its two branches. With kv and qkv the
+    cache of a score mechanism holds only values, and `keys_of` makes the keys of them.
 
     Args:
         options: the model's configuration.

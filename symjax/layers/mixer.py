@@ -293,7 +293,7 @@ def mixer_of(options: config.Model, depth: int) -> Mixer:
         config.is_causal(options),
         jnp.dtype(options.dtype),
     )
-    if gated:  # keys of heads are for the other layers of model.pattern
+    if gated:  # options of heads are for the other layers of model.pattern
         return mixer
     return replace(
         mixer,

@@ -143,14 +143,14 @@ def look_up(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
 def with_positions(
     model: Any,
     x: Float[Array, "B T D"],
-    read: Int[Array, "#B"],
+    before: Int[Array, "#B"],
     padding_mask: Bool[Array, "B T"] | None = None,
     segments: Segments | None = None,
 ) -> Float[Array, "B T D"]:
     """Add positions (model.positions) to embeddings, and shard them over the mesh.
 
     Args:
-        read: number of tokens before x: [B], one number per example, or [1] if all
+        before: number of tokens before x: [B], one number per example, or [1] if all
             examples have the same.
         padding_mask: True for tokens that exist. By default all exist.
         segments: the documents of a row, in which positions restart.
@@ -158,12 +158,12 @@ def with_positions(
         ValueError: more tokens than learned positions.
     """
     count = x.shape[1]
-    positions = read[:, None] + jnp.arange(count)[None]
+    positions = before[:, None] + jnp.arange(count)[None]
     if segments is not None:
         positions = segments.positions
     if model.learned_positions:
         room_name = f"model.length {model.length} learned positions"
-        check_room(model.length, room_name, read, count, padding_mask)
+        check_room(model.length, room_name, before, count, padding_mask)
         if padding_mask is not None:  # padding needs no position
             positions = jnp.where(padding_mask, positions, 0)
         rows = jnp.take(model.positions[...], positions, axis=0)

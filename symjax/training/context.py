@@ -91,10 +91,11 @@ class RunContext(NamedTuple):
 
 
 def sessions(meta: dict[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """Return an entry for each start of a run with other versions than the last start.
+    """Return the sessions of a run: its starts at which the versions changed.
 
-    An entry has the step that the run started from, the date (UTC), and the versions of
-    Python, symjax, jax and flax. The first start has an entry, too.
+    There is an entry for the first start, and for each later start whose versions are
+    not those of the start before it. An entry has the step that the run started from,
+    the date (UTC), and the versions of Python, symjax, jax and flax.
 
     Args:
         meta: metadata of the checkpoint that a resumed run starts from; None for a new

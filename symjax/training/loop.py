@@ -47,7 +47,7 @@ from symjax.training.step import (
     TRANSFER_ERROR,
     Program,
     State,
-    compile_program,
+    build_program,
 )
 from symjax.training.workdir import locked, removed_on_failure
 
@@ -120,7 +120,7 @@ def train(
 
         # Program.
         program = all_succeed(
-            lambda: compile_program(
+            lambda: build_program(
                 preflight.with_vocabulary(options, examples),
                 mesh,
                 separate=examples.separate,

@@ -163,8 +163,8 @@ def weight_shardings(weights: Any, mesh: Mesh) -> Any:
     in this order. The first rule that matches the weight's path decides.
 
     Raises:
-        ValueError: no rule matches a weight, or an axis of the mesh does not divide
-            it; the message names the weight, its shape and the mesh.
+        ValueError: no rule matches a weight; or an axis of the mesh does not divide
+            it, and the message also names the mesh.
     """
 
     inside = [(f"blocks/*/{pattern}", axes) for pattern, axes in rules_of_layers()]

@@ -1,6 +1,6 @@
 """Training and evaluation steps, compiled for one model and one mesh.
 
-`Steps` has the pure functions. `compile_program` jits them with the shardings of a mesh
+`Steps` has the pure functions. `build_program` jits them with the shardings of a mesh
 and returns a `Program`. `means` evaluates a program over batches.
 """
 
@@ -196,7 +196,7 @@ class Steps(NamedTuple):
         return (weights * losses.loss).sum(), weights.sum(), right.sum()
 
 
-def compile_program(
+def build_program(
     options: config.Config, mesh: Mesh, *, separate: bool = False
 ) -> Program:
     """Return the program of a configuration on a mesh.

@@ -1,4 +1,4 @@
-"""Random features as estimators: they have no bias, and the stated variance."""
+"""Random features as estimators: no bias, and variances within bounds."""
 
 from functools import partial
 

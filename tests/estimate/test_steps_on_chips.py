@@ -30,7 +30,7 @@ from symjax.estimate.tpu_cycles import estimate
 from symjax.models import chips
 from symjax.training import loss, sharding
 from symjax.training.loss import SCOPE
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 PAIRS = ("gpt", "diff_sym", "diff_v2")  # on the kernel of score mechanisms
 LINEAR = {"performer": "performer", "gla": "decay", "delta": "delta"}  # on its kernels
@@ -56,7 +56,7 @@ def compiled(options, machine, separate=False):
     options = dataclasses.replace(options, mesh=mesh)
     shape = options.batch_size, options.model.length
     mesh = sharding.make_mesh(mesh, machine.devices)
-    program = compile_program(options, mesh, separate=separate)
+    program = build_program(options, mesh, separate=separate)
     return program.lower(shape).compile()
 
 
@@ -178,7 +178,7 @@ def test_features_lie_along_the_lanes_of_a_tpu():
     machine = targets.find("v5e-4")
     mesh = config.Mesh(data=1, fsdp=len(machine.devices))
     options = dataclasses.replace(preset("gpt", "tiny"), mesh=mesh)
-    program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
+    program = build_program(options, sharding.make_mesh(mesh, machine.devices))
     text = program.lower((options.batch_size, options.model.length)).as_text()
     found = [line for line in text.splitlines() if "@LayoutConstraint" in line]
     assert len(found) == 2 * options.model.depth * 6, found
@@ -192,7 +192,7 @@ def test_whole_tiles_of_heads_are_turned_and_normalised_by_kernels(name, turned)
     machine = targets.find("v5e-4")
     options = preset(name, "tiny", {"width": 256, "heads": 1, "head_size": 128})
     options = dataclasses.replace(options, mesh=mesh)
-    program = compile_program(options, sharding.make_mesh(mesh, machine.devices))
+    program = build_program(options, sharding.make_mesh(mesh, machine.devices))
     text = program.lower((options.batch_size, options.model.length)).as_text()
     depth, normed = options.model.depth, int(name != "gpt")
     counts = 2 * turned * depth, normed * depth, normed * depth

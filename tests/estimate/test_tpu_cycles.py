@@ -13,7 +13,7 @@ from symjax.estimate.tpu_cycles import PARTS, estimate
 from symjax.models.chips import Chip
 from symjax.training import sharding
 from symjax.training.loss import SCOPE
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 PROGRAM = """\
 HloModule jit_train
@@ -147,7 +147,7 @@ def test_a_training_step_compiles_for_a_tpu_with_cycles_in_every_part():
         model=model, batch_size=4, mesh=dataclasses.replace(config.Mesh(), fsdp=4)
     )
     mesh = sharding.make_mesh(options.mesh, machine.devices)
-    step = compile_program(options, mesh).lower((4, 128)).compile()
+    step = build_program(options, mesh).lower((4, 128)).compile()
     found = estimate(step.as_text(), machine.chip)
     assert all(found.cycles[part] >= found.low[part] > 0 for part in PARTS)
     assert step.memory_analysis().temp_size_in_bytes > 0

@@ -15,7 +15,7 @@ from symjax.evaluation.measures.language import losses
 from symjax.evaluation.tasks import TASKS
 from symjax.training.initial import weights_of
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -198,7 +198,7 @@ def made(model):
 def test_images_and_labels_are_split_by_rows_and_tokens_also_within(model):
     mesh = config.Mesh(data=2, fsdp=2, sequence=2)
     options = config.Config(model=model, mesh=mesh, batch_size=8)
-    program, rows = compile_program(options, make_mesh(mesh)), made(model)
+    program, rows = build_program(options, make_mesh(mesh)), made(model)
     placed = program.place((8, model.length), rows)
     for array, wanted in zip(placed, rows(0, 8), strict=True):
         np.testing.assert_array_equal(array, wanted)
@@ -218,7 +218,7 @@ def test_a_mesh_and_micro_batches_change_no_loss(model):
         options = config.Config(
             model=model, mesh=mesh, optimizer=optimizer, batch_size=8, steps=2
         )
-        program = compile_program(options, make_mesh(mesh))
+        program = build_program(options, make_mesh(mesh))
         rows = program.place((8, model.length), made(model))
         with jax.set_mesh(program.mesh):
             state, constants = program.initial(0)

@@ -10,7 +10,7 @@ import pytest
 from symjax import config
 from symjax.attention.core.devices import lowered_for
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 MODEL = config.Model(
     vocabulary=21,
@@ -38,7 +38,7 @@ MODELS = {
 
 def exported(model: config.Model, *platforms: str) -> jax.export.Exported:
     options = config.Config(batch_size=8, model=model, mesh=config.Mesh(data=2, fsdp=2))
-    program = compile_program(options, make_mesh(options.mesh))
+    program = build_program(options, make_mesh(options.mesh))
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     train: Any = program.train

@@ -15,7 +15,7 @@ from runs import TEXT, preset
 
 from symjax import config
 from symjax.training import sharding
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 STEPS = 20
 
@@ -33,7 +33,7 @@ def losses(name, dtype, implementation, *, moved=0.0, seed=0):
     }
     options = preset(name, "tiny", **chosen, batch_size=4)
     options = dataclasses.replace(options, mesh=config.Mesh(data=1))
-    program = compile_program(options, sharding.make_mesh(options.mesh))
+    program = build_program(options, sharding.make_mesh(options.mesh))
     shape = options.batch_size, options.model.length
     text = np.frombuffer(TEXT.encode(), np.uint8).astype(np.int32)
     found = []

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from symjax import config
 from symjax.training import step
 from symjax.training.sharding import make_mesh, weight_shardings
-from symjax.training.step import Program, State, compile_program
+from symjax.training.step import Program, State, build_program
 
 MODEL = config.Model(
     vocabulary=21,
@@ -77,7 +77,7 @@ MODELS = {
 
 @functools.cache
 def program_of(options: config.Config) -> Program:
-    return compile_program(options, make_mesh(options.mesh))
+    return build_program(options, make_mesh(options.mesh))
 
 
 def train(options: config.Config, seed: int = 0) -> tuple[State, list[float]]:
@@ -185,7 +185,7 @@ def memory(fsdp: int) -> tuple[int, int]:
     """Return bytes per device: inputs of a training step, and all that it needs."""
     model = replace(MODEL, vocabulary=256, width=128, dropout=0.0)
     options = replace(OPTIONS, model=model, mesh=config.Mesh(data=1, fsdp=fsdp))
-    program = compile_program(options, make_mesh(options.mesh))
+    program = build_program(options, make_mesh(options.mesh))
     batch = [jax.ShapeDtypeStruct((8, 24), jnp.int32)] * 2
     key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(program.mesh):
@@ -258,7 +258,7 @@ def test_bfloat16_computes_and_float32_remembers(scan_layers):
 @pytest.mark.always
 def test_weights_and_moments_are_split_over_the_mesh():
     mesh = make_mesh(config.Mesh(data=1, fsdp=4, tensor=2))
-    program = compile_program(OPTIONS, mesh)
+    program = build_program(OPTIONS, mesh)
     with jax.set_mesh(mesh):
         state, _ = program.initial(0)
     kernel = state.params["blocks"][0]["attention"]["query"]["kernel"]
@@ -312,7 +312,7 @@ def test_a_weight_without_a_rule_is_refused():
 def test_what_does_not_divide_over_the_mesh_is_refused_by_name(changes, words):
     options = replace(OPTIONS, **changes)
     with pytest.raises(ValueError, match=re.escape(words)):
-        compile_program(options, make_mesh(options.mesh))
+        build_program(options, make_mesh(options.mesh))
 
 
 def test_one_device_draws_by_a_kernel_which_is_a_matter_of_its_call_alone():
@@ -327,6 +327,6 @@ def test_one_device_draws_by_a_kernel_which_is_a_matter_of_its_call_alone():
     assert seen == [True] and not getattr(jax.config, name)
     options = config.Config(model=MODEL, batch_size=8)
     for mesh, split in ((config.Mesh(data=1), False), (config.Mesh(data=2), True)):
-        program = compile_program(options, make_mesh(mesh, jax.devices()[: mesh.data]))
+        program = build_program(options, make_mesh(mesh, jax.devices()[: mesh.data]))
         compiled_itself = hasattr(program.initial, "lower")
         assert compiled_itself == split

@@ -17,7 +17,7 @@ from symjax import config
 from symjax.models.build import build
 from symjax.training import loss, step
 from symjax.training.sharding import make_mesh
-from symjax.training.step import compile_program, means
+from symjax.training.step import build_program, means
 
 SHAPE, VOCABULARY, Z_LOSS = (8, 6), 17, 0.3
 MODEL = config.Model(
@@ -74,7 +74,7 @@ def stepped(model, mesh, accumulate, counts):
         optimizer=replace(PLAIN, accumulate=accumulate),
     )
     devices = jax.devices()[: mesh.data * mesh.fsdp * mesh.sequence]
-    program = compile_program(options, make_mesh(mesh, devices))
+    program = build_program(options, make_mesh(mesh, devices))
     with jax.set_mesh(program.mesh):
         state, constants = program.initial(0)
         before = jax.device_get(state.params)

@@ -85,11 +85,11 @@ class Features(NamedTuple):
             weights are sums over features.
         signed: whether features change sign, so that sums of products may cancel.
         nonnegative_count: a function H → n: the first n features of a key are never
-            negative. For maps whose features change sign, although the weights of pairs
-            do not: "squared" has n = H (the squares), "taylor" and cosine have n = 1
-            (the number 1). None for other maps. A row whose denominator is only
-            rounding error is replaced by a mean of the values. The weight of a value is
-            the sum of the first n features of its key (`recurrent.cancellation`).
+            negative. Their sum is the weight of the key in a mean of the values, which
+            replaces a row whose denominator is only rounding error
+            (`recurrent.cancellation`). For maps whose features change sign, although
+            the weights of pairs do not: "squared" has n = H (the squares), "taylor" and
+            cosine have n = 1 (the number 1). None for other maps.
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k), whose
             terms cancel less. For example, with m the mean of all keys, q·k is the
             product of [q·m, q] and [1, k − m]. Only bidirectional attention can use

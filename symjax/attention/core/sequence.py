@@ -154,10 +154,10 @@ def state_before(
 
         return jax.tree.map(receive, state, empty)
 
-    state, window = from_before(own, 1), 1  # the state of `window` devices before
-    while window < count - 1:
-        state = merge(from_before(state, window), state)
-        window *= 2
+    state, merged = from_before(own, 1), 1  # the state of `merged` devices before
+    while merged < count - 1:
+        state = merge(from_before(state, merged), state)
+        merged *= 2
     return state
 
 

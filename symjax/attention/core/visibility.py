@@ -44,7 +44,7 @@ class Visibility:
         window: (left, right); None means no bound. Causal attention has right = 0.
         mask_self: hide from each row the key at the position of the row, unless the row
             sees no other key.
-        length: number of all keys, of which `key_positions` may have a part.
+        length: number of all keys; the arrays may have only some of them.
         consecutive: whether each row is one position after the row before it.
     """
 

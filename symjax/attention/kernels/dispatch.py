@@ -84,7 +84,7 @@ class Kernel(Protocol):
         ...
 
     def attend(self, *arrays: Any) -> Array:
-        """Return the rows of the call.
+        """Return the output of the call, a row for each query.
 
         The last argument is the fallback, which computes the same rows in XLA. GPU
         kernels of features call it for rows that underflow. TPU kernels of features

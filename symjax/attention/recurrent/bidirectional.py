@@ -106,8 +106,8 @@ def _read_centred(
 ) -> RowSums:
     """Return the sums of rows that see all keys, by `Features.centred`.
 
-    A row gets a denominator of 0 if its mean weight per visible key is below the
-    rounding error of 1, since such a denominator is only rounding error.
+    If the mean weight of a row per visible key is below eps/2, the rounding error of
+    the number 1, its denominator is only rounding error and is set to 0.
     """
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)

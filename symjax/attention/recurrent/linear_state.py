@@ -19,8 +19,8 @@ of numerator and denominator does not:
   factor exp(running_max) undoes the division of the state, and exp(shift) cancels in
   the ratio. running_max and shift are constants to the gradient.
 
-Features that change sign lose digits if their products cancel. `cancellation.py` reads
-the state of those that have a `Features.nonnegative_count`.
+Features that change sign lose digits if their products cancel. Therefore a state of
+features with a `Features.nonnegative_count` is read by `cancellation.read_around_mean`.
 """
 
 from collections.abc import Callable

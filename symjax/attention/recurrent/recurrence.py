@@ -89,9 +89,10 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        only_as_examples: run n chunks in parallel only as B · n examples of the batch,
-            on a GPU whose arrays XLA does not split, and one after the other everywhere
-            else. Set it if `jax.vmap` over chunks is not faster:
+        only_as_examples: restricts `parallel_chunks` to GPUs whose arrays XLA does not
+            split. There n chunks of B examples run as one chunk of B · n examples. On
+            other devices chunks run one after the other. Set it if `jax.vmap` over
+            chunks is not faster:
 
             - `advance` has a branch that depends on data, of which `jax.vmap` would
               compute both sides;

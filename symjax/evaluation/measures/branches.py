@@ -71,9 +71,9 @@ def compared_branches(run: LoadedRun, options: Options) -> list[dict[str, Any]]:
 
 
 class Shifted:
-    """A mixer that adds the next of some arrays to its output at each call.
+    """A mixer whose n-th call adds the n-th of some arrays to its output.
 
-    The gradient for an array of zeros is the gradient for the output.
+    If the arrays are zeros, their gradients are those of the outputs.
     """
 
     def __init__(self, mixer: Mixer, shifts: Iterator[Float[Array, "B T N V"]]):

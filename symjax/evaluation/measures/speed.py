@@ -32,7 +32,7 @@ from symjax.figures import Lines
 from symjax.models.build import build
 from symjax.training.compile import compiled_step
 from symjax.training.sharding import make_mesh
-from symjax.training.step import batch_like, compile_program
+from symjax.training.step import batch_like, build_program
 
 LENGTHS = tuple(2**i for i in range(7, 12))  # tokens of a row, without --lengths
 ROUNDS = 5
@@ -195,7 +195,7 @@ def training(options: config.Config, length: int) -> Job:
     """Return a job that runs one training step on one row."""
     optimizer = dataclasses.replace(options.optimizer, accumulate=1)
     options = dataclasses.replace(options, batch_size=1, optimizer=optimizer)
-    program = compile_program(options, make_mesh(config.Mesh(data=1)))
+    program = build_program(options, make_mesh(config.Mesh(data=1)))
     compiled = compiled_step(program, (1, length))
     row = list(map(np.asarray, _row_of_zeros(options.model, length)))
     rows = program.place((1, length), lambda *_: row)

@@ -17,7 +17,7 @@ from symjax.estimate.collectives import traffic
 from symjax.estimate.tpu_cycles import estimate
 from symjax.layers.block import POLICIES
 from symjax.training import sharding
-from symjax.training.step import compile_program
+from symjax.training.step import build_program
 
 pytest.importorskip("libtpu", reason="compiling for TPUs needs libtpu")
 
@@ -241,7 +241,7 @@ def test_a_training_step_runs_each_kernel_once_a_layer():
     mesh = replace(config.Mesh(), data=1, fsdp=2, tensor=2)
     options = config.Config(model=model, batch_size=4, mesh=mesh)
     mesh = sharding.make_mesh(options.mesh, machine.devices)
-    step = compile_program(options, mesh).lower((4, 256)).compile()
+    step = build_program(options, mesh).lower((4, 256)).compile()
     found = estimate(step.as_text(), machine.chip)
     assert found.kernels == {name: 3 for name in ONCE}
 

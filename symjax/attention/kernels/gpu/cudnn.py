@@ -80,7 +80,7 @@ class CudnnSoftmax(NamedTuple):
                 f"{visibility.length}"
             )
         try:  # trace a gradient too, since cuDNN supports fewer sizes in training
-            attend = partial(_both_maps, settings, visibility)
+            attend = partial(_outputs_of_maps, settings, visibility)
             jax.eval_shape(lambda *x: jax.vjp(attend, *x)[0], *arrays[:3])
         except RuntimeError as error:  # the size is unsupported, or cuDNN is missing
             if not isinstance(error, NotImplementedError) and "cuDNN" not in str(error):
@@ -98,14 +98,14 @@ def _attend_cudnn(
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for softmax."""
     lam = arrays.lam
-    output = _both_maps(settings, arrays.visibility, *arrays[:3])
+    output = _outputs_of_maps(settings, arrays.visibility, *arrays[:3])
     if lam is not None:
         pairs = output.astype(lam.dtype)
         output = pairs[:, 0::2] - lam[..., None] * pairs[:, 1::2]
     return output.astype(arrays.value.dtype)
 
 
-def _both_maps(
+def _outputs_of_maps(
     settings: ScoreSettings,
     visibility: Visibility,
     query: Float[Array, "B Nq T H"],

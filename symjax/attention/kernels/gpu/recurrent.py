@@ -34,6 +34,7 @@ from symjax.attention.kernels.gpu.feature_operands import (
     pad_features,
     padded_feature_count,
 )
+from symjax.attention.kernels.gpu.features import FeatureResiduals
 from symjax.attention.kernels.operands import (
     MOST_FEATURES,
     RESIDUAL,
@@ -73,8 +74,8 @@ class GpuFeatures(NamedTuple):
     ) -> Float[Array, "B T N V"]:
         maps = self.recurrence.features
         if key_features(maps, tokens.key, parameters).exponent is None:
-            arrays = _feature_operands(maps, self.interpret, tokens, parameters)
-            rows: Array = cast(tuple, _attend_features(*arrays))[0]
+            form, *arrays = _feature_operands(maps, self.interpret, tokens, parameters)
+            rows, _ = cast(tuple, _attend(FeatureKernels(form), *arrays))
             return rows[:, : tokens.query.shape[1]]
         constants = tokens.mask, tokens.segment_ids
         return recompute_underflow(
@@ -134,41 +135,90 @@ class GpuDelta(NamedTuple):
         return _attend_in_chunks(delta, self.interpret, arrays)
 
 
-def _attend_in_chunks(
-    kernels: Any, interpret: Any, arrays: Sequence[Array]
-) -> Float[Array, "B T N V"]:
-    """Pad the arrays to whole chunks, and call the kernels of a module."""
-    output: Array = _attend((kernels, interpret), *map(pad_to_chunks, arrays))
-    return output[:, : arrays[0].shape[1]]
+class ChunkKernels(NamedTuple):
+    """Kernels of a decay or of the delta rule."""
+
+    module: Any  # has `forward` and `backward`
+    interpret: Any
+
+    def forward(self, arrays: tuple, *, keep: bool) -> tuple[Array, list[Array]]:
+        """Return the output and the residuals, which these kernels always store."""
+        results = self.module.forward(self.interpret, *arrays)
+        output, *stored = checkpoint_name(results, RESIDUAL)
+        return output, stored
+
+    def backward(
+        self, arrays: tuple, stored: list[Array], change: Array
+    ) -> tuple[Array, ...]:
+        gradients = self.module.backward(self.interpret, arrays, stored, change)
+        return tuple(map(sum_query_heads, gradients, arrays))
+
+
+class FeatureKernels(NamedTuple):
+    """Kernels of normalised linear attention over features.
+
+    Their arrays are the segment numbers, queries, keys and values.
+    """
+
+    form: FeatureForm
+
+    def forward(
+        self, arrays: tuple, *, keep: bool
+    ) -> tuple[tuple[Array, Array], FeatureResiduals | None]:
+        """Return the output with its denominators [B N T], and the residuals."""
+        ids, query, key, value = arrays
+        output, denominator, stored = features.forward(
+            self.form, query, key, value, ids, keep=keep
+        )
+        if stored is None:
+            return (output, denominator), None
+        states, *rows = stored
+        output, *rows = checkpoint_name((output, *rows), RESIDUAL)
+        stored = FeatureResiduals(states, *rows)
+        return (output, stored.denominator), stored
+
+    def backward(
+        self, arrays: tuple, stored: FeatureResiduals, changes: tuple[Array, Array]
+    ) -> tuple:
+        """Return the gradients; denominators and segment numbers have none."""
+        ids, query, key, value = arrays
+        gradients = features.backward(
+            self.form, query, key, value, ids, stored, changes[0]
+        )
+        return None, *map(sum_query_heads, gradients, (query, key, value))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: tuple[Any, Any], *arrays: Array) -> Float[Array, "B T N V"]:
-    return _forward(static, *arrays)[0]
+def _attend(kernels: ChunkKernels | FeatureKernels, *arrays: Any) -> Any:
+    """Return the results of the kernels for arrays padded to whole chunks."""
+    return kernels.forward(arrays, keep=False)[0]
 
 
-def _forward(static: tuple[Any, Any], *arrays: Array) -> tuple[Array, tuple]:
-    kernels, interpret = static
-    results = kernels.forward(interpret, *arrays)
-    output, *stored = checkpoint_name(results, RESIDUAL)
-    return output, (arrays, stored)
+def _forward(kernels: Any, *arrays: Any) -> tuple[Any, tuple]:
+    results, stored = kernels.forward(arrays, keep=True)
+    return results, (arrays, stored)
 
 
-def _backward(
-    static: tuple[Any, Any], residuals: tuple, output_gradient: Float[Array, "B T N V"]
-) -> tuple[Array, ...]:
-    (kernels, interpret), (arrays, stored) = static, residuals
-    gradients = kernels.backward(interpret, arrays, stored, output_gradient)
-    return tuple(map(sum_query_heads, gradients, arrays))
+def _backward(kernels: Any, residuals: tuple, changes: Any) -> tuple:
+    return kernels.backward(*residuals, changes)
 
 
 _attend.defvjp(_forward, _backward)
 
 
+def _attend_in_chunks(
+    module: Any, interpret: Any, arrays: Sequence[Array]
+) -> Float[Array, "B T N V"]:
+    """Pad the arrays to whole chunks, and call the kernels of a module."""
+    kernels = ChunkKernels(module, interpret)
+    output: Array = _attend(kernels, *map(pad_to_chunks, arrays))
+    return output[:, : arrays[0].shape[1]]
+
+
 def _feature_operands(
     maps: Features, interpret: Any, tokens: Tokens, parameters: Any
 ) -> tuple[FeatureForm, SegmentNumbers, Array, Array, Array]:
-    """Return the arguments of `_attend_features`."""
+    """Return the form of the features, and the arrays of `FeatureKernels`."""
     query, key, value, ids = SegmentNumbers.of(tokens)
     if maps.in_kernels and query.shape[3] == padded_feature_count(query.shape[3]):
         return FeatureForm(False, maps, interpret), ids, query, key, value
@@ -190,9 +240,9 @@ def _rows_and_underflow(
 ) -> tuple[Float[Array, "B T N V"], Bool[Array, "B T N"]]:
     """Return the rows, and which of them see a key but underflow."""
     tokens, parameters = _tokens_of(constants, inputs)
-    operands = _feature_operands(maps, interpret, tokens, parameters)
-    rows, denominator = cast(tuple, _attend_features(*operands))
-    ids = operands[1]
+    form, ids, *operands = _feature_operands(maps, interpret, tokens, parameters)
+    results = _attend(FeatureKernels(form), ids, *operands)
+    rows, denominator = cast(tuple, results)
     time = jnp.arange(rows.shape[1])
     first = jax.lax.cummax(jnp.where(id_changes(ids.query), time, 0), axis=1)
     latest = jax.lax.cummax(jnp.where(ids.key >= 0, time, -1), axis=1)
@@ -212,37 +262,3 @@ def _tokens_of(constants: tuple, inputs: tuple) -> tuple[Tokens, Any]:
     """Return the arguments of the fallback."""
     (mask, segment_ids), (query, key, value, parameters) = constants, inputs
     return Tokens(query, key, value, (), mask, segment_ids), parameters
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_features(
-    form: FeatureForm,
-    ids: SegmentNumbers,
-    query: Float[Array, "B T N M"],
-    key: Float[Array, "B T K M"],
-    value: Float[Array, "B T K V"],
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Return the output, and its denominators, which have no gradient."""
-    return features.forward(form, query, key, value, ids, keep=False)[:2]
-
-
-def _features_forward(
-    form: FeatureForm, ids: SegmentNumbers, query: Array, key: Array, value: Array
-) -> tuple[tuple, tuple]:
-    output, _, stored = features.forward(form, query, key, value, ids, keep=True)
-    states, *rows = cast(features.FeatureResiduals, stored)
-    output, *rows = checkpoint_name((output, *rows), RESIDUAL)
-    stored = features.FeatureResiduals(states, *rows)
-    return (output, stored.denominator), (ids, (query, key, value), stored)
-
-
-def _features_backward(
-    form: FeatureForm, residuals: tuple, result_gradients: tuple[Array, Array]
-) -> tuple:
-    ids, (query, key, value), stored = residuals
-    change = result_gradients[0]  # of the output; denominators have no gradient
-    gradients = features.backward(form, query, key, value, ids, stored, change)
-    return None, *map(sum_query_heads, gradients, (query, key, value))
-
-
-_attend_features.defvjp(_features_forward, _features_backward)

@@ -1,4 +1,4 @@
-"""Imports run in one direction, and every room keeps to what it may know."""
+"""Imports run in one direction: a part of symjax imports only from lower parts."""
 
 import ast
 import re
@@ -31,17 +31,15 @@ MAY_NOT = {
     "data": {"attention", "layers", "imports", "validation"},
 }
 MAY: dict[str, set[str]] = {"__init__": set()}
-for rooms_of_line in ORDER:
-    for name in rooms_of_line:
-        above = {
-            other for line in ORDER[: ORDER.index(rooms_of_line)] for other in line
-        }
-        MAY[name] = {name} | above - MAY_NOT.get(name, set())
+for line_of_name in ORDER:
+    for name in line_of_name:
+        lower = {other for line in ORDER[: ORDER.index(line_of_name)] for other in line}
+        MAY[name] = {name} | lower - MAY_NOT.get(name, set())
 MAY["starting"] = {"programs"}  # inside functions, after its line is printed
 FILES = sorted(SYMJAX.rglob("*.py"))
 
 
-def room(path):
+def part_of(path):
     return path.relative_to(SYMJAX).parts[0].removesuffix(".py")
 
 
@@ -56,7 +54,7 @@ def imported(path, tree=None):
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def rooms(path, tree=None):
+def parts_of(path, tree=None):
     names = [name.split(".") for name in imported(path, tree)]
     return {name[1] for name in names if name[0] == "symjax" and len(name) > 1}
 
@@ -68,11 +66,11 @@ def is_alias(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_in_one_direction(path):
-    assert rooms(path) <= MAY[room(path)] or is_alias(path)
+    assert parts_of(path) <= MAY[part_of(path)] or is_alias(path)
 
 
-def test_every_room_is_known_and_no_file_is_called_utils():
-    assert {room(path) for path in FILES} <= MAY.keys()
+def test_every_part_is_known_and_no_file_is_called_utils():
+    assert {part_of(path) for path in FILES} <= MAY.keys()
     assert not [path for path in FILES if path.stem in ("utils", "util", "helpers")]
 
 
@@ -80,15 +78,15 @@ def test_every_room_is_known_and_no_file_is_called_utils():
 def test_configuration_and_data_know_no_framework(module):
     """Data knows numpy, configurations not even that; neither knows the model."""
     for path in FILES:
-        if room(path) in ("config", "validation") or (
-            room(path) == "data" and module != "numpy"
+        if part_of(path) in ("config", "validation") or (
+            part_of(path) == "data" and module != "numpy"
         ):
             assert module not in {name.split(".")[0] for name in imported(path)}
 
 
 def test_attention_never_mentions_flax():
     for path in FILES:
-        if room(path) == "attention":
+        if part_of(path) == "attention":
             assert not re.search("flax", path.read_text(encoding="utf-8"), re.I)
 
 
@@ -159,7 +157,7 @@ def test_configurations_are_data():
     ],
 )
 def test_every_way_of_importing_is_seen(code, found):
-    assert rooms(SYMJAX / "layers" / "block.py", ast.parse(code)) == found
+    assert parts_of(SYMJAX / "layers" / "block.py", ast.parse(code)) == found
 
 
 def test_attention_is_there_after_the_plain_import():

@@ -281,8 +281,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    The division is inside `recompute_underflow`, because its gradient needs the sums.
-    If the division were outside, the backward pass would run one more `jax.lax.cond`.
+    `recompute_underflow` calls this function, so that it divides too. The gradient of
+    the division needs the sums: if the division came after it, the backward pass would
+    run one more `jax.lax.cond`.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -91,13 +91,13 @@ class Schedule(NamedTuple):
             the intermediate results of a chunk need much more memory than its tokens.
         only_as_examples: restricts `parallel_chunks` to GPUs whose arrays XLA does not
             split. There n chunks of B examples run as one chunk of B · n examples. On
-            other devices chunks run one after the other. Set it if `jax.vmap` over
-            chunks is not faster:
+            other devices chunks run one after the other. Set it in either of two cases,
+            in which `jax.vmap` over chunks is not faster:
 
             - `advance` has a branch that depends on data, of which `jax.vmap` would
               compute both sides;
-            - `effect` costs as much as `advance`: for a TPU v5e the compiler estimates
-              388 million cycles for the delta rule in parallel, and 367 for one chunk
+            - `effect` costs as much as `advance`. For the delta rule on a TPU v5e the
+              compiler estimates 388 million cycles in parallel, and 367 for one chunk
               after the other.
     """
 

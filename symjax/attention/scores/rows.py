@@ -251,8 +251,8 @@ def _averaged_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Return the output and its derivative, (dw·v + w·dv − output·dd) / d.
 
     This derivative reads the output, which is saved. Autodiff would also save the
-    undivided sum. The terms with dw and dd are computed in the type of the weights: in
-    softmax they cancel, and rounding errors of a narrower type would not.
+    undivided sum. In softmax the terms with dw and dd cancel. They are computed in the
+    type of the weights, since the rounding errors of a narrower type would not cancel.
     """
     weights, divisor, value = primals
     weights_change, divisor_change, value_change = tangents

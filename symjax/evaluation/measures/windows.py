@@ -14,7 +14,8 @@ from symjax.evaluation.results import Options
 
 WINDOWS = 4  # the most held-out windows that are read
 IMAGES = 32  # the most images, which have few tokens
-CANDIDATES = 8  # times as many windows are read as are kept: some span documents
+# Windows that are read for each one that is kept. Those that span documents are not.
+CANDIDATES = 8
 LONGEST = 512  # the most tokens of a window of text if --window is not given
 
 # Token ids of a row, negative at padding; or an image.

@@ -193,7 +193,10 @@ class Attention(Keys):
         "multiply the output of every head, before the output projection, by silu(W x) "
         "(RetNet, GLA) or by sigmoid(W x) (gated attention); true means silu",
         ("none", "silu", "sigmoid"),
-        former={True: "silu", False: "none", "true": "silu", "false": "none"},
+        former={
+            **dict.fromkeys((True, "true", "True"), "silu"),
+            **dict.fromkeys((False, "false", "False"), "none"),
+        },
     )
     short_convolution: int = key(
         0,

@@ -122,7 +122,12 @@ def test_weights_that_are_shared_are_not_there():
 
 
 def test_former_values_of_the_gate_mean_silu_and_none():
-    for former, present in ((True, "silu"), (False, "none"), ("true", "silu")):
+    for former, present in (
+        (True, "silu"),
+        (False, "none"),
+        ("true", "silu"),
+        ("False", "none"),
+    ):
         assert config.Attention(output_gate=former).output_gate == present
 
 

@@ -47,6 +47,10 @@ from device_rows import LONGEST, PARTS, ROWS, SECONDS, SMALL, Row, Sizes, attent
 
 ROOT = Path(__file__).resolve().parents[1]
 WEEK = 7 * 24 * 3600  # seconds
+OUT_OF_TIME = (
+    "OutOfTime",
+    "not finished",
+)  # beginnings of reasons that lack of time gave
 STUDY_LEAST = 45  # seconds: runs are stopped 30 s before the end, and take 10 to start
 
 
@@ -127,7 +131,8 @@ def revision() -> str:
 def libraries() -> Found:
     """Return the versions of the libraries that rows compare with, by name."""
     found = {}
-    for name in ("torch", "flash-linear-attention", "jax-linear-attention"):
+    rivals = "flash-linear-attention", "jax-linear-attention"
+    for name in ("torch", "transformers", *rivals):
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -142,6 +147,9 @@ class Records:
         study: values that rows of the study must have, too: text, seeds and steps.
         libraries: the result of `libraries` now. A row that lacks a rival is measured
             again if the libraries were others when it was measured.
+
+    A row with a rival that was not ready in time is measured again once, in a later
+    call, when programs that Triton has tuned are in its cache.
     """
 
     def __init__(
@@ -177,9 +185,12 @@ class Records:
 
     def add(self, row: Row, found: Found) -> None:
         record = {"name": row.name, "part": row.part, **self._wanted(row.part), **found}
-        rivals = found.get("rivals", {}).values()
-        if any("missing" in x for x in rivals):
+        reasons = [x.get("missing") for x in found.get("rivals", {}).values()]
+        if any(reasons):
             record["libraries"] = self.libraries
+        late = any(x and x.startswith(OUT_OF_TIME) for x in reasons)
+        if late and row.name not in self.rows:
+            record["again"] = True
         self.rows[row.name] = record
         if self.file:
             with self.file.open("a", encoding="utf-8") as lines:
@@ -188,7 +199,7 @@ class Records:
     def complete(self, row: Row) -> bool:
         record = self.rows.get(row.name, {"fault": ""})
         same = record.get("libraries", self.libraries) == self.libraries
-        return "fault" not in record and same
+        return same and not record.keys() & {"fault", "again"}
 
     def estimate(self, row: Row) -> float:
         """Estimate the seconds of a row by those of measured rows of its part."""

@@ -149,13 +149,14 @@ def _prepared(rival: Rival | str, backward: bool) -> Job:
     """Return a job of another library.
 
     Raises:
-        ValueError: the library is missing, or was not ready in time in an earlier row.
-        OutOfTime: the job is not ready in time.
+        ValueError: the library is missing.
+        OutOfTime: the job is not ready in time, or one of the library was not in an
+            earlier row.
     """
     if isinstance(rival, str):
         raise ValueError(rival)
     if rival.library in _late:
-        raise ValueError(f"{rival.library} was not ready in time in an earlier row")
+        raise OutOfTime(f"{rival.library} was not ready in time in an earlier row")
     try:
         with at_most(RIVAL):
             return job(rival, backward)

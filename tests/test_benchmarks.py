@@ -244,6 +244,17 @@ def test_a_row_without_a_rival_is_measured_again_with_other_libraries(device, tm
     assert device.Records(file, common, libraries={}).complete(row)
 
 
+@pytest.mark.parametrize("reason", ["OutOfTime: not ready after 30 s", "not finished"])
+def test_a_row_whose_rival_was_late_is_measured_again_once(device, tmp_path, reason):
+    file, row = tmp_path / "rows.json", device.Row("attention", "linear", 4096)
+    late = {"seconds": 1.0, "rivals": {"fla": {"missing": reason}}}
+    device.Records(file, {}).add(row, late)
+    again = device.Records(file, {})
+    assert not again.complete(row)
+    again.add(row, late)
+    assert device.Records(file, {}).complete(row)
+
+
 def test_rows_of_a_study_belong_to_its_steps(device, tmp_path):
     file, row = tmp_path / "rows.json", device.Row("study", "3l")
     device.Records(file, {"small": True}, {"steps": 2}).add(row, {"seconds": 1.0})

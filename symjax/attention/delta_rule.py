@@ -92,7 +92,7 @@ class DeltaRule:
 
     def schedule(self) -> Schedule:
         # `effect` costs as much as `advance`, and its transitions are matrices [H H].
-        return Schedule(only_as_examples=True)
+        return Schedule(only_as_batch=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> DeltaState:
         dtype = jnp.promote_types(dtype, jnp.float32)

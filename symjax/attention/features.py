@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from symjax.attention.core.arguments import check_floating
 from symjax.attention.core.feature_maps import Features, LogFeatures
 from symjax.attention.core.products import einsum, products
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 
 _NORM_EPSILON = 1e-6
 PAIRS = "bkgth,bksh->bkgts"  # queries and keys → scores

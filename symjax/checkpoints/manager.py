@@ -149,9 +149,10 @@ class Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False, so that Orbax does not ask jax whether a SIGTERM came.
 
-        jax's `reached_preemption_sync_point` compares a counter over all processes.
-        `Interrupts.due` (distributed/signals.py) passes the number of its calls. If
-        Orbax also passed training steps, the run would stop at a wrong time, or never.
+        jax's `reached_preemption_sync_point` compares over all processes a counter that
+        its caller gives. `Interrupts.due` (distributed/signals.py) gives the number of
+        its calls. If Orbax also gave it training steps, the run would stop at a wrong
+        time, or never.
         """
         return False
 

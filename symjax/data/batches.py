@@ -170,12 +170,12 @@ def training_windows(
     The text is cut into windows of length + 1 tokens, which begin `length` tokens
     apart. An epoch shows every window once, in a pseudo-random order. Each epoch has
     its own order, and its own shift of the cuts. A batch may begin in one epoch and end
-    in the next. Every token is a target once per epoch, with two exceptions:
+    in the next. Every token is a target once per epoch, except
 
-    - at the beginning and the end of the text, together at most two windows of tokens
-      (in a mixture for each source, in a stream for each shard);
-    - with separate documents the first token of each, unless the separator is `shared`:
-      then the separator predicts the first token of the next document.
+    - the tokens of up to two windows at the ends of the text (of each source of a
+      mixture, of each shard of a stream);
+    - the first token of each document if documents are separate, unless the separator
+      is `shared`: then the separator predicts the first token of the next document.
 
     Args:
         numbers: int64 [B], counted from the first row of the first step.

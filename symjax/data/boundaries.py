@@ -21,7 +21,8 @@ class Boundaries(NamedTuple):
 
     Attributes:
         first: written before the first document.
-        between: written between two documents, as the last token of the earlier one.
+        between: written between two documents, not after the last one. It counts as
+            the last token of the earlier document.
         before: written before each document but the first, as its first token.
         after: written after each document, as its last token.
         start: the token before every document, from which a model predicts the first

@@ -58,9 +58,9 @@ class Corpus:
             documents are joined.
         parts: the sources of the training text if it is a mixture; else empty.
         shard: tokens per shard if the training text is a stream; else 0.
-        all_counted: whether `bytes_per_token` and `references` count all tokens,
-            including first tokens of documents that are no targets. Older versions
-            packed such corpora.
+        all_counted: whether `bytes_per_token` and `references` count also those tokens
+            that are no targets, the first tokens of documents. Older versions packed
+            such corpora.
     """
 
     train: PackedArray | GrowingArray | np.ndarray

@@ -96,7 +96,7 @@ def changes(source: config.Model, target: config.Model) -> list[str]:
         names += ("length",) if config.is_causal(source) else ()  # divides QQᵀ
     keys = [UNSHARED.get(x, x) for x in (y.attention.symmetric for y in models)]
     if keys[0] == "none" != keys[1]:
-        names += ("attention.symmetric",)  # one projection, the mean of two
+        names += ("attention.symmetric",)  # two projections become their mean
     if target.attention.differential == "v1":
         names += ("attention.differential",)  # a new norm per head
     pairs = {name: [attrgetter(name)(x) for x in models] for name in names}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from symjax.attention.core.arguments import check_choice
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 
 # The denominator of a row is divided by exp(shift), so that it does not overflow, with
 # shift = max over features of (exponent of the query + c). Here c is the largest
@@ -84,12 +84,12 @@ class Features(NamedTuple):
             the number by which `Normalised.prepare` has divided φ(q). Without `pairs`,
             weights are sums over features.
         signed: whether features change sign, so that sums of products may cancel.
-        nonnegative_count: a function H → n: the first n features of a key are never
-            negative. Their sum is the weight of the key in a mean of the values, which
-            replaces a row whose denominator is only rounding error
-            (`recurrent.cancellation`). For maps whose features change sign, although
-            the weights of pairs do not: "squared" has n = H (the squares), "taylor" and
-            cosine have n = 1 (the number 1). None for other maps.
+        nonnegative_count: for maps whose features change sign, although the weights of
+            pairs do not; None for other maps. A function H → n: the first n features of
+            a key are never negative. "squared" has n = H (the squares), "taylor" and
+            cosine have n = 1 (the number 1). A row whose denominator is only rounding
+            error becomes a mean of the values, in which a key has the sum of these n
+            features as its weight (`recurrent.cancellation`).
         centred: (φ(q), φ(k)) → other features with the same products φ(q)·φ(k), whose
             terms cancel less. For example, with m the mean of all keys, q·k is the
             product of [q·m, q] and [1, k − m]. Only bidirectional attention can use

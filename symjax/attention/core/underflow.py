@@ -8,11 +8,11 @@ see, a later one or one of another segment, has features e⁴⁶ times as large 
 that the row sees.
 
 `recompute_underflow` replaces the rows that underflowed by rows of a second function.
-For `Normalised` this function is `exact_rows`. Its terms are the products of a feature
-of the query and the same feature of a key that the row sees. It divides each row by the
-largest of them. This costs one exponential per pair and feature. For GPU kernels the
-second function is their fallback in XLA, one token after the other. TPU kernels do not
-use this file: they recompute such rows themselves.
+For `Normalised` this function is `exact_rows`. It divides each row by the largest term
+of its denominator: the largest product of a feature of the query and the same feature
+of a key that the row sees. This costs one exponential per pair and feature. For GPU
+kernels the second function is their fallback in XLA, one token after the other. TPU
+kernels do not use this file: they recompute such rows themselves.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.feature_maps import LogFeatures, finite
 from symjax.attention.core.meshes import RARE, batched_alike
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 
 exact_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 

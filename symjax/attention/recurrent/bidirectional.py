@@ -106,8 +106,9 @@ def _read_centred(
 ) -> RowSums:
     """Return the sums of rows that see all keys, by `Features.centred`.
 
-    If the mean weight of a row per visible key is below eps/2, the rounding error of
-    the number 1, its denominator is only rounding error and is set to 0.
+    The first feature is 1, so the rounding error of a mean weight is about eps/2. If
+    the mean weight of a row over its visible keys is smaller, the denominator of the
+    row is only rounding error, and becomes 0.
     """
     chunk, value = prepared.chunk, prepared.value
     query, key = centred(prepared.query, prepared.key)

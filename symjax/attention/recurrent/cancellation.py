@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 
 
 def read_around_mean(

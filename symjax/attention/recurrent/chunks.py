@@ -11,10 +11,11 @@ A hidden token, or one that pads the last span, leaves every state unchanged:
 - `visible` is False for it. Linear attention sets the features of its key to zero,
   because φ(0) need not be 0.
 
-A decay that all tokens share is a parameter if there are no mask and no segments. Then
-the tokens that pad the last span are the only hidden ones, and `decays.until_end` does
-not count them. With a mask or segments the decay is an operand
-(`decays.shared_or_per_token`), which can be 0 at a hidden token.
+A decay may be one number for all tokens. With a mask or segments it becomes an operand,
+an array with an entry per token, which can be 0 at a hidden token
+(`decays.shared_or_per_token`). Otherwise it stays one number, a parameter of the
+recurrence. Then the only hidden tokens are those that pad the last span, and
+`decays.until_end` does not count them.
 
 A hidden token still has a row, which is computed from its query.
 """

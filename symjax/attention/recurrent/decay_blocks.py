@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.meshes import batched_alike
 from symjax.attention.core.products import einsum, in_six_passes
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 from symjax.attention.recurrent.chunks import lower_triangle
 
 

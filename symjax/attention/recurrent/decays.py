@@ -1,4 +1,4 @@
-"""Scores of pairs in a chunk, times the decay between key and query, without division.
+"""Scores of pairs in a chunk, times the decay between key and query.
 
 The decay of a pair is exp(g_{s+1} + … + g_t), with the log-decays g ≤ 0 of the tokens
 after key s up to query t. `chunk_decays` computes all of them for one chunk.
@@ -7,13 +7,14 @@ A chunk is split into blocks. Inside a block the sum of log-decays of a pair is 
 difference of two cumulative sums; `decay_blocks.py` splits these so that the difference
 loses no digits. For two tokens of different blocks the sum has three parts: from the
 key to the end of its block, from there to the beginning of the query's block, and from
-there to the query. So every factor is at most 1, and a strong decay does not make
-others less exact. A log-decay may be −∞: its token forgets everything before it.
+there to the query. So every factor is at most 1, nothing is divided by a decay, and a
+strong decay does not make others less exact. A log-decay may be −∞: its token forgets
+everything before it.
 
 Decays per head have blocks of up to 128 tokens, since short blocks are slow on
 accelerators. Decays per channel have about √T blocks in a chunk of T tokens. This
-balances two costs: inside a block an exponential per pair and channel, and between
-blocks a product of all earlier keys with their decays per block of queries.
+balances two costs: an exponential per channel of each pair inside a block, and for each
+block of queries a product of all earlier keys with their decays.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from symjax.attention.core.arguments import as_array, check_arrays, check_log_decay
 from symjax.attention.core.products import TILE, einsum, products
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 from symjax.attention.recurrent.chunks import Chunk
 from symjax.attention.recurrent.decay_blocks import (
     block_scores,

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 
 from symjax.attention.core.feature_maps import LogFeatures, finite, row_shift
 from symjax.attention.core.products import einsum
-from symjax.attention.core.selection import where
+from symjax.attention.core.where import where
 from symjax.attention.recurrent.cancellation import read_around_mean
 
 
@@ -189,10 +189,10 @@ def sums_from_weights(
     denominator = arithmetic.product("bkgtm,bkm->bkgt", row, state.total)
     magnitude = denominator
     if arithmetic.bounded:
-        # Bounded features begin with 1, so the first total is the number of keys in the
-        # state. The first weight of a row is 1, or 0 if the row does not see the state.
-        # The |terms| of a key add up to at most 2, so those of a row add up to at most
-        # twice the number of keys.
+        # Bounded features are [1, u] with |u| ≤ 1. So the first total is the number of
+        # keys in the state, and the first weight of a row is 1, or 0 if the row does
+        # not see the state. The |terms| of a key are 1 and those of u·u', at most 1 in
+        # sum. So those of a row add up to at most twice the number of keys.
         firsts = row[..., 0], state.total[..., 0]
         magnitude = 2 * jnp.einsum("bkgt,bk->bkgt", *firsts)
     elif arithmetic.signed:

@@ -39,12 +39,12 @@ from jaxtyping import Array, Bool, Float
 
 from symjax.attention.core.feature_maps import UNDERFLOW, Features, LogFeatures
 from symjax.attention.core.products import products, sum_dtype
-from symjax.attention.core.selection import where
 from symjax.attention.core.underflow import (
     exact_product,
     exact_rows,
     recompute_underflow,
 )
+from symjax.attention.core.where import where
 from symjax.attention.recurrent.chunks import (
     Chunk,
     Span,
@@ -106,7 +106,7 @@ class Normalised:
     features: Features
 
     def schedule(self) -> Schedule:
-        return Schedule(only_as_examples=self.features.has_exponents)
+        return Schedule(only_as_batch=self.features.has_exponents)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> LinearState:
         batch, heads, size, value_size = sizes
@@ -281,9 +281,9 @@ def _fast_rows(
 ) -> tuple[Float[Array, "B K G T V"], Bool[Array, "B K G T"]]:
     """Return `_fast_sums` divided. Rows that underflowed have arbitrary values.
 
-    `recompute_underflow` calls this function, so that it divides too. The gradient of
-    the division needs the sums: if the division came after it, the backward pass would
-    run one more `jax.lax.cond`.
+    The rows are divided here, inside `recompute_underflow`, and not after it. The
+    gradient of a division needs the sums, so the backward pass of a later division
+    would run one more `jax.lax.cond`.
     """
     rows, underflowed = _fast_sums(arithmetic, visibility, inputs)
     # 1 / denominator would be infinite, and its product with a gradient of 0 NaN.

@@ -85,7 +85,7 @@ class PowerSeries:
     def schedule(self) -> Schedule:
         # The derivative keeps all terms of a series, each as large as the queries, and
         # `_exponential` has branches that depend on data.
-        return Schedule(only_as_examples=True)
+        return Schedule(only_as_batch=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MatrixFunctionState:
         dtype = jnp.promote_types(dtype, jnp.float32)

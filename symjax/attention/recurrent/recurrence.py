@@ -89,7 +89,7 @@ class Schedule(NamedTuple):
     Attributes:
         parallel_chunks: run chunks in parallel, as one product. This is faster, unless
             the intermediate results of a chunk need much more memory than its tokens.
-        only_as_examples: restricts `parallel_chunks` to GPUs whose arrays XLA does not
+        only_as_batch: restricts `parallel_chunks` to GPUs whose arrays XLA does not
             split. There n chunks of B examples run as one chunk of B · n examples. On
             other devices chunks run one after the other. Set it in either of two cases,
             in which `jax.vmap` over chunks is not faster:
@@ -102,7 +102,7 @@ class Schedule(NamedTuple):
     """
 
     parallel_chunks: bool = True
-    only_as_examples: bool = False
+    only_as_batch: bool = False
 
 
 class Recurrence(ChunkwiseForm, Protocol):

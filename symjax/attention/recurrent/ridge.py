@@ -90,7 +90,7 @@ class Mesa:
 
     def schedule(self) -> Schedule:
         # `effect` and `merge` factorise matrices [H H].
-        return Schedule(only_as_examples=True)
+        return Schedule(only_as_batch=True)
 
     def empty(self, parameters: Any, sizes: tuple, dtype: Any) -> MesaState:
         dtype = jnp.promote_types(dtype, jnp.float32)

@@ -151,7 +151,7 @@ def run_on_accelerators(
     size = -(-chunk_size // TILE) * TILE
     schedule = recurrence.schedule()
     as_examples = backend() == "gpu" and xla_keeps_arrays_whole()
-    refused = schedule.only_as_examples and not as_examples
+    refused = schedule.only_as_batch and not as_examples
     if refused or not schedule.parallel_chunks:
         return scan(partial(run_as_one_chunk, recurrence), size, *arrays)
     batch, _, heads, _ = span.query.shape

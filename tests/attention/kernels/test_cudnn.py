@@ -54,6 +54,27 @@ def test_what_is_asked_of_it_is_what_rows_give(
         every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
 
 
+@pytest.mark.parametrize("ids", [SEGMENTS, SEGMENTS[:1]], ids=["each", "shared"])
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_of_many_pairs_run_in_groups(name, ids, its_semantics, monkeypatch):
+    """Four examples in two groups give what rows give, gradients too."""
+    monkeypatch.setattr(cudnn, "MOST_PAIRS", 3 * T * T)
+    jax.clear_caches()
+    scored = DEFINITIONS[name]
+    query, key, value, *lam = single(scored.arrays(T, T))
+    value = np.random.default_rng(5).normal(size=(*value.shape[:3], H))
+    given = query, key, value.astype(np.float32), *lam
+    given = [x if x.ndim == 1 else jnp.concatenate([x, x[::-1]]) for x in given]
+    options = {"is_causal": True, "segment_ids": jnp.tile(ids, (2 * B // len(ids), 1))}
+    found, wanted = (
+        graded(partial(scored.attend, implementation=x), *given, **options)
+        for x in ("cudnn", "rows")
+    )
+    every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
+    attend = partial(scored.attend, implementation="cudnn", **options)
+    assert "scan" in str(jax.make_jaxpr(attend)(*given))
+
+
 def shapes(length=T, keys=T, size=H, value_size=H, dtype=jnp.float32):
     given = (B, length, N, size), (B, keys, K, size), (B, keys, K, value_size)
     return [jax.ShapeDtypeStruct(shape, dtype) for shape in given]
@@ -73,9 +94,9 @@ REFUSED = {
     "keys": ({"keys": S}, {"is_causal": True}, rf"as keys, got .* {T} and {S}"),
     "positions": ({}, {"is_causal": True, "positions": jnp.arange(T)[None]}, "windows"),
     "pairs": (
-        {"length": 2**15, "keys": 2**15},
+        {"length": 2**16, "keys": 2**16},
         {"is_causal": True},
-        "got 2,147,483,648",
+        "at most 1,073,741,824 pairs, got 4,294,967,296",
     ),
 }
 
@@ -83,8 +104,8 @@ REFUSED = {
 @pytest.mark.parametrize("given, options, words", REFUSED.values(), ids=REFUSED)
 def test_what_it_does_not_serve_is_said(given, options, words, its_semantics):
     arrays = shapes(**given)
-    if arrays[0].shape[1] == 2**15:
-        options = {**options, "segment_ids": jnp.zeros((B, 2**15), jnp.int32)}
+    if arrays[0].shape[1] == 2**16:
+        options = {**options, "segment_ids": jnp.zeros((B, 2**16), jnp.int32)}
     with pytest.raises(
         ValueError, match=f"'cudnn' does not support this call.*{words}"
     ):
@@ -162,3 +183,29 @@ def test_it_compiles_for_an_h200_forward_and_backward(name, implementation):
     assert "__cudnn$fmha" in text and "Backward" in text
     scores = 4 * queries * length**2 * 4
     assert program.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+@pytest.mark.slow
+def test_a_group_runs_once_forward_on_an_h200(monkeypatch):
+    """The gradient keeps cuDNN's outputs; temporaries have the mask of one group."""
+    pytest.importorskip("jax_cuda13_plugin", reason="needs jax's CUDA plugin")
+    batch, length = 8, 2048
+    monkeypatch.setattr(cudnn, "MOST_PAIRS", length**2)
+    jax.clear_caches()
+    mesh = Mesh(np.array(targets.find("h200-1").devices), ("x",))
+    sharding = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((batch, length, 2, 64), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=sharding)
+
+    def loss(query, key, value, ids):
+        options = {"is_causal": True, "segment_ids": ids}
+        found = attention.softmax(query, key, value, **options, implementation="cudnn")
+        return jnp.square(found.astype(jnp.float32)).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+        program = gradient.trace(x, x, x, ids).lower().compile()
+    text = program.as_text()
+    assert text.count('custom_call_target="__cudnn$fmhaScaleBiasSoftmax"') == 1
+    assert text.count('custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward"') == 1
+    assert program.memory_analysis().temp_size_in_bytes < batch * length**2 * 2

@@ -15,11 +15,13 @@ took 4.26 ms forward and backward padded, and 5.46 ms in two calls. `GpuDifferen
 took 2.75 ms in the same run, so dispatch tries it before cuDNN.
 
 Segments become a mask of all pairs, which `jax.nn` makes a bias of two bytes per pair,
-so that memory is quadratic in T.
-With segments, calls of more than `MOST_PAIRS` pairs are refused, and run by blocks of
-rows. `CudnnSoftmax.refusal` lists the other arguments that are refused, such as masks.
+so that memory is quadratic in T. A batch of more than `MOST_PAIRS` pairs runs as groups
+of examples, one after the other, so that only the bias of one group is in memory. An
+example of more pairs is refused, and runs by blocks of rows. `CudnnSoftmax.refusal`
+lists the other arguments that are refused, such as masks.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ from symjax.attention.core.visibility import Visibility
 
 DTYPES = "bfloat16", "float16"
 KERNEL_WIDTH = 128  # head size that cuDNN's kernels are made for
-MOST_PAIRS = 2**29  # pairs in a mask of segments, which then takes 1 GiB
+MOST_PAIRS = 2**30  # pairs in a mask of segments, which then takes 2 GiB
 # The implementation of jax.nn.dot_product_attention. Tests set "xla", which runs on all
 # platforms.
 LIBRARY = "cudnn"
@@ -62,9 +64,12 @@ class CudnnSoftmax(NamedTuple):
             return "it takes no log_decay and no sink"
         if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
-        pairs = query.shape[0] * query.shape[2] * visibility.length
+        pairs = query.shape[2] * visibility.length
         if visibility.key_segments is not None and pairs > MOST_PAIRS:
-            return f"it takes segments of at most {MOST_PAIRS:,} pairs, got {pairs:,}"
+            return (
+                f"with segments it takes examples of at most {MOST_PAIRS:,} pairs, got "
+                f"{pairs:,}"
+            )
         if settings.length_base or settings.length_scale or settings.scale is None:
             return "it takes a scale that is one number for all rows"
         if value.shape[3] % key.shape[3]:
@@ -98,11 +103,44 @@ def _attend_cudnn(
 ) -> Float[Array, "B N T V"]:
     """Return the rows that `scores.rows.attend_rows` returns for softmax."""
     lam = arrays.lam
-    output = _outputs_of_maps(settings, arrays.visibility, *arrays[:3])
+    output = _outputs_by_groups(settings, arrays)
     if lam is not None:
         pairs = output.astype(lam.dtype)
         output = pairs[:, 0::2] - lam[..., None] * pairs[:, 1::2]
     return output.astype(arrays.value.dtype)
+
+
+def _outputs_by_groups(
+    settings: ScoreSettings, arrays: ScoreArrays
+) -> Float[Array, "B Nq T V"]:
+    """Return `_outputs_of_maps`, computed in groups of examples if there are segments.
+
+    The backward pass keeps the outputs of cuDNN's forward pass, and makes the mask of a
+    group again.
+    """
+    query, visibility = arrays.query, arrays.visibility
+    segments = visibility.row_segments, visibility.key_segments
+    batch, most = query.shape[0], MOST_PAIRS // (query.shape[2] * visibility.length)
+    if None in segments or batch <= most:
+        return _outputs_of_maps(settings, visibility, *arrays[:3])
+    size = max(n for n in range(1, most + 1) if batch % n == 0)
+
+    def attend(group: tuple) -> Array:
+        (rows, keys), operands = group
+        visible = replace(visibility, row_segments=rows, key_segments=keys)
+        return _outputs_of_maps(settings, visible, *operands)
+
+    def split(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
+        return x.reshape(batch // size, size, *x.shape[1:])
+
+    groups = jax.tree.map(split, (segments, arrays[:3]))
+    outputs = jax.lax.map(jax.checkpoint(attend, policy=_is_forward_of_cudnn), groups)
+    return jax.lax.collapse(outputs, 0, 2)
+
+
+def _is_forward_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def _outputs_of_maps(

@@ -179,11 +179,8 @@ QUESTIONS = {
         "reverse": Part("softmax symmetric position_term symmetric_fox kv qkv"),
         "copy": Part("softmax symmetric position_term symmetric_fox kv qkv", "copy"),
         "swap": Part("softmax symmetric position_term symmetric_fox kv qkv", "swap"),
-        "needle": Part(
-            "softmax symmetric pairwise mask_self position_term symmetric_fox "
-            "symmetric_gate differential_symmetric"
-        ),
-        "digits": Part("softmax symmetric pairwise differential_symmetric kv qkv"),
+        "needle": Part(REPAIRS),
+        "digits": Part(f"{REPAIRS} grouped_symmetric kv qkv"),
     },
     "difference": {
         "text": Part(

@@ -32,6 +32,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -220,8 +221,9 @@ def measure(rows: list[Row], records: Records, worker: Measuring, end: float) ->
         The number of rows that have a fault.
     """
     faults, skipped = 0, []
-    # Rows that were measured before have a fault or lack a library. They come last.
-    for row in sorted(rows, key=lambda x: x.name in records.rows):
+    # Rows that were tried before have a fault, were cut off or lack a rival. They come
+    # last, except those of the study, which continue.
+    for row in sorted(rows, key=lambda x: x.part != "study" and x.name in records.rows):
         left = end - time.monotonic()
         if records.estimate(row) > left:
             skipped.append(row.name)
@@ -234,6 +236,7 @@ def measure(rows: list[Row], records: Records, worker: Measuring, end: float) ->
             return faults + 1
         if found.pop("late", False) and left < LONGEST and row.part != "study":
             skipped.append(row.name)
+            records.add(row, {"seconds": found["seconds"], "again": True})
             continue
         records.add(row, found)
         faults += "fault" in found
@@ -331,4 +334,6 @@ def run(options: argparse.Namespace, installed: str) -> int:
 
 
 if __name__ == "__main__":
+    # Let `main` delete the folder of installed wheels, and end its process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main(sys.argv[1:]))

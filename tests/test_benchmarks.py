@@ -215,6 +215,22 @@ def test_a_library_serves_the_rivals_of_its_names(library):
     assert set(load()) == set(names) <= set(device_peers.ours(1, 8, 2, 4))
 
 
+@pytest.mark.slow
+def test_the_rows_of_the_file_are_measured_in_their_order(tmp_path):
+    """One minute on a CPU; the next call does not measure the same rows again."""
+    from device_rows import ROWS
+
+    file = tmp_path / "rows.json"
+    command = "benchmarks/device.py", "--small", "--seconds", "60", "--json", str(file)
+    counts = []
+    for _ in range(2):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+        counts.append(len([x for x in read(file) if "again" not in x]))
+    names = [x["name"] for x in read(file) if "again" not in x]
+    assert 1 < counts[0] < counts[1] == len(set(names))
+    assert names[0] == ROWS[0].name
+
+
 @pytest.mark.always
 def test_a_second_call_continues(device, monkeypatch, tmp_path, capfd):
     file = tmp_path / "rows.json"
@@ -333,16 +349,26 @@ def test_rows_that_do_not_fit_are_skipped_and_named(device, clock, capsys):
     assert "did not fit" in capsys.readouterr().out
 
 
-def test_a_row_that_the_end_cuts_off_is_not_recorded(device, clock, capsys):
+def test_a_row_that_the_end_cuts_off_comes_last_in_the_next_call(device, clock, capsys):
     rows = [device.Row("machine", "copy"), device.Row("steps", "gpt 125m")]
-    worker = SimpleNamespace(
-        measure=lambda row, limit: {"seconds": limit, "fault": "no", "late": True}
-    )
-    for end, recorded in ((100.0, False), (1000.0, True)):
+    tried = []
+
+    def measure(row, limit):
+        tried.append(row)
+        return {"seconds": limit, "fault": "no", "late": True}
+
+    worker = SimpleNamespace(measure=measure)
+    for end, cut_off in ((100.0, True), (1000.0, False)):
         records = device.Records(None, {"small": False})
         device.measure(rows, records, worker, end)
-        assert bool(records.rows) == recorded
-        assert ("did not fit" in capsys.readouterr().out) == (not recorded)
+        assert not any(records.complete(row) for row in rows)
+        assert ("did not fit" in capsys.readouterr().out) == cut_off
+        assert ["fault" in x for x in records.rows.values()] == [not cut_off] * 2
+    records = device.Records(None, {"small": False})
+    records.add(rows[0], {"seconds": 1.0, "again": True})
+    tried.clear()
+    device.measure(rows, records, worker, 1000.0)
+    assert tried == rows[::-1]
 
 
 def test_rows_of_other_sources_and_devices_are_measured_again(device, tmp_path):

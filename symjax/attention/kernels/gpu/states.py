@@ -5,6 +5,11 @@ of the state after each chunk, by a pass in reverse time.
 
 A program holds one block of a head's state in registers, `BLOCK` rows and columns at
 most, and visits the chunks in order. It writes the block before it adds a chunk.
+
+There are three pairs of such passes: these, `chunks.decaying_states` and those of the
+delta rule (`delta.py`). They share their blocks and products.
+Their loops differ: here a state also has totals and running maxima, and a chunk may
+begin a segment; a decay has only factors; the delta rule solves for what it writes.
 """
 
 from functools import partial

@@ -278,3 +278,9 @@ def test_a_score_mechanism_shows_the_signature_that_is_promised():
         assert names[:6] == ["query", "key", "value", "bias", "mask", "scale"]
         shown = pydoc.plain(pydoc.render_doc(function))
         assert "arXiv" in shown and "bottom-right" in shown
+
+
+def test_score_mechanisms_may_be_imported_from_their_former_module():
+    from symjax.attention.scores import ScoreMechanism
+
+    assert ScoreMechanism is attention.ScoreMechanism

@@ -219,8 +219,10 @@ class ScoreMechanism:
 
     def _weights(self, own: dict[str, Any]) -> RowWeights:
         """Return the row weights with the options that the mechanism declares."""
+        if not own and not self.own:
+            return self.weights
         values = chosen(self.name, self.own, own)
-        return WeightsWithOptions(self.weights, values) if values else self.weights
+        return WeightsWithOptions(self.weights, values)
 
     def _checked_implementation(self, name: str | None) -> str | None:
         """Return the present name of an implementation that the mechanism has."""

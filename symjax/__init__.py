@@ -1,4 +1,14 @@
-"""symjax: a functional zoo of attention mechanisms for JAX."""
+"""symjax: a functional zoo of attention mechanisms for JAX.
+
+docs/getting-started.md has a map of the folders. Files beside them:
+
+validation.py  reading, checking and comparing configurations
+starting.py    the first line of a program, printed before jax is imported
+storage.py     local paths and buckets: resolve, download, upload
+tables.py      tables as text
+figures.py     figures by matplotlib
+optional.py    imports of packages that may be missing
+"""
 
 from importlib import import_module
 from importlib.metadata import version

@@ -84,6 +84,18 @@ def test_configuration_and_data_know_no_framework(module):
             assert module not in {name.split(".")[0] for name in imported(path)}
 
 
+PACKAGES = [path for path in FILES if path.name == "__init__.py"]
+
+
+@pytest.mark.parametrize(
+    "path", PACKAGES, ids=lambda x: str(x.parent.relative_to(ROOT))
+)
+def test_the_docstring_of_a_package_names_its_files(path):
+    document = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    files = {other.stem for other in path.parent.glob("*.py")} - {"__init__"}
+    assert files <= set(re.findall(r"\w+", document))
+
+
 def test_attention_never_mentions_flax():
     for path in FILES:
         if part_of(path) == "attention":

@@ -5,6 +5,13 @@ Score mechanisms compute a score for each pair of tokens; their engine is in `sc
 Recurrences keep a state of the past; their engine is in `recurrent/`. `kernels/` has
 kernels for TPUs and GPUs, and `core/` the code that all of these share.
 
+scores                 softmax, sparse, softpick, differential, symmetric, gau
+recurrences            linear, performer, cosine, gated_linear, delta_rule, mesa_layer,
+                       flash, causal_matrix_function
+functions of QQᵀ       matrix_function, without a causal mask
+feature maps           features, random_features, favor, slay
+positions              positions, rope_scaling
+
 Shapes use the alphabet of `jax.nn.dot_product_attention`: B batch, T query length,
 S key length, N heads, K key/value heads, H head size, V value size, M features.
 """

@@ -5,7 +5,7 @@
     compare      python -m symjax.programs.compare   several runs in one table
     harness      python -m symjax.programs.harness   tasks of EleutherAI's lm_eval
 
-`commandline` turns the words of train.py into a configuration, and `comparison` has
-the parts of `compare`. Bad input ends every program with one line on stderr and
-exit code 2 (`distributed/exit_codes.py`).
+`commandline` turns the words of train.py into a configuration, which begins with that
+of a `configuration_file`. `comparison` has the parts of `compare`. Bad input ends every
+program with one line on stderr and exit code 2 (`distributed/exit_codes.py`).
 """

@@ -123,7 +123,8 @@ def _outputs_by_groups(
     batch, most = query.shape[0], MOST_PAIRS // (query.shape[2] * visibility.length)
     if None in segments or batch <= most:
         return _outputs_of_maps(settings, visibility, *arrays[:3])
-    size = max(n for n in range(1, most + 1) if batch % n == 0)
+    count = -(-batch // most)
+    size = -(-batch // count)
 
     def attend(group: tuple) -> Array:
         (rows, keys), operands = group
@@ -132,11 +133,13 @@ def _outputs_by_groups(
 
     def split(x: Array) -> Array:
         x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
-        return x.reshape(batch // size, size, *x.shape[1:])
+        if missing := count * size - batch:
+            x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(count, size, *x.shape[1:])
 
     groups = jax.tree.map(split, (segments, arrays[:3]))
     outputs = jax.lax.map(jax.checkpoint(attend, policy=_is_forward_of_cudnn), groups)
-    return jax.lax.collapse(outputs, 0, 2)
+    return jax.lax.collapse(outputs, 0, 2)[:batch]
 
 
 def _is_forward_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:

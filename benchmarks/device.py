@@ -7,9 +7,10 @@ checked, timed, printed and added to --json before the next row starts. Rows tha
 not fit into --seconds are skipped and named at the end.
 
 The same command continues: rows that --json has from the same device, the same sources
-of symjax and the same jax are not measured again. Rows with a fault are tried again
-after all other rows, and so are rows that lacked another library if the installed
-libraries have changed. Rows of the study also depend on --text, --seeds and --steps.
+of symjax and the same jax are not measured again. Rows that are tried again come after
+all other rows: those with a fault, those that the end of a call cut off, those whose
+rival was not ready in time (once), and those that lacked a library which is installed
+now. Rows of the study also depend on --text, --seeds and --steps.
 Exit code 1: a row of symjax has a fault. Exit code 2: a wrong option.
 
 machine      ceilings of the device: speed of a matrix product and of a copy
@@ -45,6 +46,7 @@ from statistics import mean
 from arguments import folder, numbers, output, positive, text_file, wheels
 from device_process import Found, Measuring
 from device_rows import LONGEST, PARTS, ROWS, SECONDS, SMALL, Row, Sizes, attention
+from trainings import SAVING
 
 ROOT = Path(__file__).resolve().parents[1]
 WEEK = 7 * 24 * 3600  # seconds
@@ -190,7 +192,7 @@ class Records:
         if any(reasons):
             record["libraries"] = self.libraries
         late = any(x and x.startswith(OUT_OF_TIME) for x in reasons)
-        if late and row.name not in self.rows:
+        if late and "rivals" not in self.rows.get(row.name, {}):
             record["again"] = True
         self.rows[row.name] = record
         if self.file:
@@ -207,7 +209,8 @@ class Records:
         typical = SECONDS[row.part] / (4 if self.common["small"] else 1)
         if row.part == "study":
             return max(typical, STUDY_LEAST)
-        alike = [x["seconds"] for x in self.rows.values() if x["part"] == row.part]
+        rows = [x for x in self.rows.values() if x["part"] == row.part]
+        alike = [x["seconds"] for x in rows if "again" not in x]
         return mean(alike) if alike else typical
 
 
@@ -236,7 +239,8 @@ def measure(rows: list[Row], records: Records, worker: Measuring, end: float) ->
             return faults + 1
         if found.pop("late", False) and left < LONGEST and row.part != "study":
             skipped.append(row.name)
-            records.add(row, {"seconds": found["seconds"], "again": True})
+            if row.name not in records.rows:
+                records.add(row, {"seconds": found["seconds"], "again": True})
             continue
         records.add(row, found)
         faults += "fault" in found
@@ -330,7 +334,7 @@ def run(options: argparse.Namespace, installed: str) -> int:
     try:
         return int(measure(left, records, worker, end) > 0)
     finally:
-        worker.end()
+        worker.end(SAVING)
 
 
 if __name__ == "__main__":

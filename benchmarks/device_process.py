@@ -1,6 +1,7 @@
 """A process that measures rows. If it hangs or dies, only its current row is lost."""
 
 import multiprocessing
+import signal
 import sys
 import time
 from typing import Any
@@ -69,7 +70,11 @@ class Measuring:
             self.end()
         return {"seconds": round(time.monotonic() - began, 1), **found}
 
-    def end(self) -> None:
+    def end(self, seconds: float = 0) -> None:
+        """End the process; give it time to stop trainings of the study."""
+        if seconds:
+            self.process.terminate()
+            self.process.join(seconds)
         self.process.kill()
         self.process.join()
 
@@ -78,6 +83,7 @@ def serve(connection: Any, sizes: Sizes) -> None:
     """Measure the rows that the connection brings, until its other end closes."""
     import device_measure
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     connection.send(device_measure.device_kind())
     while True:
         try:

@@ -264,6 +264,7 @@ def test_a_row_without_a_rival_is_measured_again_with_other_libraries(device, tm
 def test_a_row_whose_rival_was_late_is_measured_again_once(device, tmp_path, reason):
     file, row = tmp_path / "rows.json", device.Row("attention", "linear", 4096)
     late = {"seconds": 1.0, "rivals": {"fla": {"missing": reason}}}
+    device.Records(file, {}).add(row, {"seconds": 1.0, "again": True})  # cut off
     device.Records(file, {}).add(row, late)
     again = device.Records(file, {})
     assert not again.complete(row)
@@ -365,10 +366,11 @@ def test_a_row_that_the_end_cuts_off_comes_last_in_the_next_call(device, clock, 
         assert ("did not fit" in capsys.readouterr().out) == cut_off
         assert ["fault" in x for x in records.rows.values()] == [not cut_off] * 2
     records = device.Records(None, {"small": False})
-    records.add(rows[0], {"seconds": 1.0, "again": True})
+    records.add(rows[0], {"seconds": 1.0, "ms": 2.0, "again": True})
     tried.clear()
-    device.measure(rows, records, worker, 1000.0)
+    device.measure(rows, records, worker, 100.0)
     assert tried == rows[::-1]
+    assert records.rows[rows[0].name]["ms"] == 2.0  # figures are kept
 
 
 def test_rows_of_other_sources_and_devices_are_measured_again(device, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from symjax.data.generated import NOTHING
+from symjax.data.rows import NOTHING
 from symjax.data.store.packed import PackedArray
 from symjax.data.store.stream import GrowingArray
 

@@ -105,9 +105,10 @@ class Features(NamedTuple):
             exponentials and arithmetic: kernels for TPUs have no expm1 and no erf.
             NVIDIA kernels compute features only if the head size is 16, 32 or a
             multiple of 64.
-        exponential: (1,) for features exp(w·x √scale + offset) of random rows w.
-            (1, −1) if the features of −w follow. Features of a key are also multiplied
-            by exp(−scale |x|²/2). Empty for other features.
+        exponential: the signs of the random rows w in features exp(±w·x √scale +
+            offset): (1,) for those of w, (1, −1) for those of w and then those of −w.
+            Features of a key are also multiplied by exp(−scale |x|²/2). Empty for other
+            features.
         has_exponents: whether features have an exponent, so that rows may underflow.
     """
 

@@ -128,7 +128,7 @@ class InXla:
 
         GPU kernels of features call it in a branch of a `jax.lax.cond` that runs if a
         row underflows. XLA compiles the branch and reserves its memory even if it never
-        runs, so both are kept small. The program reads one token at a time. Its
+        runs, so the program and its memory are small. It reads one token at a time. Its
         gradient stores one state for every `STORED_EVERY` tokens, and computes the
         states between them again, for one group of tokens at a time.
         """

@@ -87,12 +87,13 @@ class Schedule(NamedTuple):
     """Execution of chunks on accelerators. CPUs run one chunk after the other.
 
     Attributes:
-        parallel_chunks: run chunks in parallel, as one product. This is faster, unless
-            the intermediate results of a chunk need much more memory than its tokens.
-        only_as_batch: restricts `parallel_chunks` to GPUs whose arrays XLA does not
-            split. There n chunks of B examples run as one chunk of B · n examples. On
-            other devices chunks run one after the other. Set it in either of two cases,
-            in which `jax.vmap` over chunks is not faster:
+        parallel_chunks: run chunks in parallel: on a GPU whose arrays XLA does not
+            split n chunks of B examples run as one chunk of B · n examples, and on
+            other devices by `jax.vmap` over chunks. This is faster, unless the
+            intermediate results of a chunk need much more memory than its tokens.
+        only_as_batch: do not use `jax.vmap`; chunks then run one after the other, except
+            on such a GPU. Set it in either of two cases, in which `jax.vmap` is not
+            faster:
 
             - `advance` has a branch that depends on data, of which `jax.vmap` would
               compute both sides;

@@ -91,8 +91,8 @@ class Schedule(NamedTuple):
             split n chunks of B examples run as one chunk of B · n examples, and on
             other devices by `jax.vmap` over chunks. This is faster, unless the
             intermediate results of a chunk need much more memory than its tokens.
-        only_as_batch: do not use `jax.vmap`; chunks then run one after the other, except
-            on such a GPU. Set it in either of two cases, in which `jax.vmap` is not
+        only_as_batch: do not use `jax.vmap`. Then chunks run one after the other, but
+            not on such a GPU. Set it in either of two cases, in which `jax.vmap` is not
             faster:
 
             - `advance` has a branch that depends on data, of which `jax.vmap` would

@@ -100,7 +100,7 @@ def differential(
         output  N          one for each signal query
 
     Cost. For score mechanisms XLA computes blocks of rows (`scores.rows`): it subtracts
-    the two maps and multiplies the difference by the values once. On four CPU models
+    the two maps and multiplies the difference by the values once. On CPUs of four kinds
     this took 0.93 to 1.14 times as long as softmax with N heads of size 2H, which has
     as many parameters (docs/performance/cpu.md). Kernels, `implementation="ring"` and
     mechanisms without scores compute two outputs and subtract them; a recurrence has a

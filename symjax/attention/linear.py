@@ -61,9 +61,9 @@ def linear(
     Rounding. The features of "squared" and "taylor" change sign, so that sums over many
     keys lose digits. The error of the output is about 1e-5 with head size 64. The error
     is larger if nearly all keys are orthogonal to the query. The denominator may then
-    be only rounding error. If the row is read from a state, it is the mean of the
-    values, weighted by |k|² with "squared" and plain with "taylor", and its query gets
-    no gradient.
+    be only rounding error. A row with such a denominator that is read from a state
+    becomes the mean of the values, weighted by |k|² with "squared" and plain with
+    "taylor", and its query gets no gradient.
 
     Args:
         mask: True = attend; it may only hide keys. A hidden key changes nothing.

@@ -52,7 +52,7 @@ def initial_state(
     trees, meta = checkpoints.restore({**wanted, "constants": program.constants})
     step = jax.device_put(jnp.int32(meta["step"]), like.step.sharding)
     workdir = checkpoints.directory.parent
-    # `preflight.as_begun` has already printed the warnings.
+    # `preflight.with_former_version` has already printed the warnings.
     saved = saved_options(meta, workdir, warn=lambda line: None)
     state = State(step, trees["params"], trees["optimizer"])
     return state, trees["constants"], saved, None

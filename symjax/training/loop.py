@@ -107,7 +107,7 @@ def train(
         folder = workdir / "checkpoints"
         check_same(checkpoints=Checkpoints(folder).steps())
         meta = all_succeed(lambda: preflight.saved_meta(options, workdir, allow))
-        options = preflight.as_begun(options, meta, workdir, allow)
+        options = preflight.with_former_version(options, meta, workdir, allow)
         if options.init_from and meta is None:
             all_succeed(lambda: check_origin(options.init_from))
 

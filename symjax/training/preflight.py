@@ -1,6 +1,6 @@
 """Checks before a run starts: its configuration and its data against its checkpoints.
 
-`saved_meta` compares the configuration with the newest checkpoint. `as_begun` returns
+`saved_meta` compares the configuration with the newest checkpoint. `with_former_version` returns
 the configuration to train with. `open_data` opens or packs the data and compares their
 hash with the hash in the checkpoint. `with_vocabulary` sets the sizes that depend on
 the data. `pack` packs the data of a run without training.
@@ -67,7 +67,7 @@ def saved_meta(
     return {**meta, "changed": [*meta.get("changed", []), *changed]}
 
 
-def as_begun(
+def with_former_version(
     options: config.Config,
     meta: dict[str, Any] | None,
     workdir: epath.Path,

@@ -23,7 +23,8 @@ def projections(count, rows, size, **options):
     return jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), count))
 
 
-# exp(q·k) alone: five pairs with entries near 0.5, 4000 projections of 16 rows.
+# exp(q·k) alone: five pairs of normal vectors, standard deviation 0.5, and 4000
+# projections of 16 rows.
 DRAWS, ROWS, SIZE = 4000, 16, 8
 PAIRS = np.random.default_rng(0).normal(size=(2, 5, SIZE)).astype(np.float32) * 0.5
 EXACT = np.exp((PAIRS[0] * PAIRS[1]).sum(axis=-1) * SIZE**-0.5)

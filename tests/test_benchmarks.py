@@ -468,7 +468,7 @@ def test_a_library_that_was_not_ready_in_time_is_not_waited_for_again(monkeypatc
     rival = Rival("fla", abs, ((1,),), 1, 1)
     with pytest.raises(OutOfTime):
         device_measure._prepared(rival, False)
-    with pytest.raises(ValueError, match="fla was not ready in time in an earlier row"):
+    with pytest.raises(OutOfTime, match="fla was not ready in time in an earlier row"):
         device_measure._prepared(rival, False)
     assert asked == ["fla"]
 

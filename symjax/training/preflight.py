@@ -1,9 +1,10 @@
 """Checks before a run starts: its configuration and its data against its checkpoints.
 
-`saved_meta` compares the configuration with the newest checkpoint. `with_former_version` returns
-the configuration to train with. `open_data` opens or packs the data and compares their
-hash with the hash in the checkpoint. `with_vocabulary` sets the sizes that depend on
-the data. `pack` packs the data of a run without training.
+`saved_meta` compares the configuration with the newest checkpoint.
+`with_former_version` returns the configuration to train with. `open_data` opens or
+packs the data and compares their hash with the hash in the checkpoint.
+`with_vocabulary` sets the sizes that depend on the data. `pack` packs the data of a run
+without training.
 """
 
 import dataclasses

@@ -54,18 +54,18 @@ def test_what_is_asked_of_it_is_what_rows_give(
         every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
 
 
-@pytest.mark.parametrize("ids", [SEGMENTS, SEGMENTS[:1]], ids=["each", "shared"])
 @pytest.mark.parametrize("name", NAMES)
-def test_segments_of_many_pairs_run_in_groups(name, ids, its_semantics, monkeypatch):
+def test_segments_of_many_pairs_run_in_groups(name, its_semantics, monkeypatch):
     """Five examples in two groups give what rows give, gradients too."""
     monkeypatch.setattr(cudnn, "MOST_PAIRS", 4 * T * T)
+    monkeypatch.setattr(cudnn, "xla_keeps_arrays_whole", lambda: True)  # one device
     jax.clear_caches()
     scored = DEFINITIONS[name]
     query, key, value, *lam = single(scored.arrays(T, T))
     value = np.random.default_rng(5).normal(size=(*value.shape[:3], H))
     given = query, key, value.astype(np.float32), *lam
     given = [x if x.ndim == 1 else np.concatenate([x, -x, x / 2])[:5] for x in given]
-    ids = np.concatenate([ids] * 5)[:5]
+    ids = np.concatenate([SEGMENTS, SEGMENTS + 1, SEGMENTS])[:5]
     options = {"is_causal": True, "segment_ids": ids}
     found, wanted = (
         graded(partial(scored.attend, implementation=x), *given, **options)
@@ -74,6 +74,14 @@ def test_segments_of_many_pairs_run_in_groups(name, ids, its_semantics, monkeypa
     every_close(jax.tree.leaves(found), jax.tree.leaves(wanted), 1e-5)
     attend = partial(scored.attend, implementation="cudnn", **options)
     assert "scan" in str(jax.make_jaxpr(attend)(*given))
+
+
+def test_groups_that_xla_would_split_are_refused(its_semantics, monkeypatch):
+    monkeypatch.setattr(cudnn, "MOST_PAIRS", T * T)
+    mesh = jax.make_mesh((2,), ("x",))
+    call = partial(attention.softmax, implementation="cudnn", is_causal=True)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"use jax\.shard_map"):
+        jax.eval_shape(partial(call, segment_ids=SEGMENTS), *shapes())
 
 
 def shapes(length=T, keys=T, size=H, value_size=H, dtype=jnp.float32):

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from einops import rearrange, repeat
 from jaxtyping import Array, Float
 
+from symjax.attention.core.devices import xla_keeps_arrays_whole
 from symjax.attention.core.meshes import on_any_mesh
 from symjax.attention.core.operands import (
     ScoreArrays,
@@ -70,6 +71,13 @@ class CudnnSoftmax(NamedTuple):
                 f"with segments it takes examples of at most {MOST_PAIRS:,} pairs, got "
                 f"{pairs:,}"
             )
+        in_groups = query.shape[0] * pairs > MOST_PAIRS
+        if visibility.key_segments is not None and in_groups:
+            if not xla_keeps_arrays_whole():
+                return (
+                    f"a batch with segments of more than {MOST_PAIRS:,} pairs runs in "
+                    "groups, which XLA cannot split over devices: use jax.shard_map"
+                )
         if settings.length_base or settings.length_scale or settings.scale is None:
             return "it takes a scale that is one number for all rows"
         if value.shape[3] % key.shape[3]:
@@ -132,7 +140,6 @@ def _outputs_by_groups(
         return _outputs_of_maps(settings, visible, *operands)
 
     def split(x: Array) -> Array:
-        x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
         if missing := count * size - batch:
             x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(count, size, *x.shape[1:])

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from symjax import imports
 from symjax.config import Config, Model, OwnOptions, own_options
@@ -192,5 +192,18 @@ def type_name(kind: Any) -> str:
 
 
 def default() -> ConfigDict:
-    """Return the defaults as a ConfigDict, which a configuration file changes."""
-    return ConfigDict(to_dict(Config()))
+    """Return the defaults as a ConfigDict, which a configuration file changes.
+
+    A key keeps its type, unless former values of the key have another type.
+    """
+    defaults = ConfigDict(to_dict(Config()))
+    for name, kind, field in fields():
+        if any(type(x) is not kind for x in field.metadata.get("former", ())):
+            *groups, key = name.split(".")
+            group: Any = defaults
+            for part in groups:
+                group = group[part]
+            value = group[key]
+            del group[key]
+            group[key] = FieldReference(value, field_type=object)
+    return defaults

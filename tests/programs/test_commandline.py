@@ -165,6 +165,19 @@ def test_a_broken_configuration_file_is_named(content, said, tmp_path):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("former, present", [(True, "silu"), (False, "none")])
+def test_a_configuration_file_may_have_former_values(former, present, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from configs import base\ndef get_config():\n c = base.get_config()\n"
+        f" c.model.attention.output_gate = {former}\n return c"
+    )
+    assert parse(["--config", str(path)]).config.model.attention.output_gate == present
+    path.write_text(path.read_text().replace(str(former), "3"))
+    with pytest.raises(ValueError, match="output_gate must be str, got 3"):
+        parse(["--config", str(path)])
+
+
 def test_a_configuration_finds_its_base_from_any_directory(tmp_path, monkeypatch):
     """The base of its own project: the nearest folder configs/ above it."""
     mine = tmp_path / "project" / "configs" / "mine.py"

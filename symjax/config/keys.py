@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 LARGEST = 2**31 - 1  # largest value of a number: it fits into 32 bits
@@ -71,5 +71,6 @@ class Keys:
                 object.__setattr__(self, field.name, pair)
             elif field.type == "OwnOptions" and type(value) is dict:
                 object.__setattr__(self, field.name, OwnOptions(value))
-            elif (former := field.metadata.get("former")) and value in former:
-                object.__setattr__(self, field.name, former[value])
+            elif isinstance(value, Hashable):
+                present = field.metadata.get("former", {}).get(value, value)
+                object.__setattr__(self, field.name, present)

@@ -50,10 +50,8 @@ from trainings import SAVING
 
 ROOT = Path(__file__).resolve().parents[1]
 WEEK = 7 * 24 * 3600  # seconds
-OUT_OF_TIME = (
-    "OutOfTime",
-    "not finished",
-)  # beginnings of reasons that lack of time gave
+# Beginnings of the reasons why a rival is missing if time did not suffice.
+OUT_OF_TIME = "OutOfTime", "not finished"
 STUDY_LEAST = 45  # seconds: runs are stopped 30 s before the end, and take 10 to start
 
 

@@ -71,6 +71,7 @@ class Keys:
                 object.__setattr__(self, field.name, pair)
             elif field.type == "OwnOptions" and type(value) is dict:
                 object.__setattr__(self, field.name, OwnOptions(value))
-            elif isinstance(value, Hashable):
-                present = field.metadata.get("former", {}).get(value, value)
-                object.__setattr__(self, field.name, present)
+            elif (former := field.metadata.get("former")) and (
+                isinstance(value, Hashable) and value in former
+            ):
+                object.__setattr__(self, field.name, former[value])

@@ -65,15 +65,14 @@ class CudnnSoftmax(NamedTuple):
             return "it takes no log_decay and no sink"
         if visibility.mask is not None or visibility.mask_self:
             return "it takes no mask and no mask_self"
-        pairs = query.shape[2] * visibility.length
-        if visibility.key_segments is not None and pairs > MOST_PAIRS:
-            return (
-                f"with segments it takes examples of at most {MOST_PAIRS:,} pairs, got "
-                f"{pairs:,}"
-            )
-        in_groups = query.shape[0] * pairs > MOST_PAIRS
-        if visibility.key_segments is not None and in_groups:
-            if not xla_keeps_arrays_whole():
+        if visibility.key_segments is not None:
+            pairs = query.shape[2] * visibility.length
+            if pairs > MOST_PAIRS:
+                return (
+                    f"with segments it takes examples of at most {MOST_PAIRS:,} pairs, "
+                    f"got {pairs:,}"
+                )
+            if query.shape[0] * pairs > MOST_PAIRS and not xla_keeps_arrays_whole():
                 return (
                     f"a batch with segments of more than {MOST_PAIRS:,} pairs runs in "
                     "groups, which XLA cannot split over devices: use jax.shard_map"
@@ -127,10 +126,10 @@ def _outputs_by_groups(
     group again.
     """
     query, visibility = arrays.query, arrays.visibility
-    segments = visibility.row_segments, visibility.key_segments
     batch, most = query.shape[0], MOST_PAIRS // (query.shape[2] * visibility.length)
-    if None in segments or batch <= most:
+    if visibility.key_segments is None or batch <= most:
         return _outputs_of_maps(settings, visibility, *arrays[:3])
+    segments = visibility.row_segments, visibility.key_segments
     count = -(-batch // most)
     size = -(-batch // count)
 
